@@ -41,9 +41,9 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -283,7 +283,7 @@ class Variant:
             features: 'l2' (phi(x) = l2norm(W x)), 'softmax' ([P]: softmax(W x)), 'identity'; W one D x D map per
             head, identity at the start. normalizer: see `mlstm`. far_rotary: rotate q and k before phi.
             q and k enter after the q/k norm; i and f are linear in the layer's input x, as in [P].
-    mix     'none', or 'gate': o = g far + (1-g) near, g = sigmoid([q; k; v] w + b) per query head ([P]).
+    mix     None, or 'gate': o = g far + (1-g) near, g = sigmoid([q; k; v] w + b) per query head ([P]).
     strict  the window fits the budget with every byte counted, not the matrix states alone.
     """
 
@@ -298,7 +298,7 @@ class Variant:
     features: str = "l2"
     normalizer: str = "floor"
     far_rotary: bool = False
-    mix: str = "none"
+    mix: str | None = None
     strict: bool = False
 
 
@@ -326,15 +326,32 @@ def find_variant(name: str) -> Variant:
     return VARIANTS[name]
 
 
+def parse_row(name: str, settings: list[str]) -> Variant:
+    """The row of that name with fields changed by "field=value" settings. Raises UserError for what it cannot read."""
+    row = find_variant(name)
+    for setting in settings:
+        field, _, value = setting.partition("=")
+        if field not in {f.name for f in dataclasses.fields(Variant)} - {"name", "note"}:
+            raise UserError(f"--row {setting}: write FIELD=VALUE with a field of reference.Variant, such as features=softmax")
+        kind = type(getattr(Variant("", ""), field))
+        try:
+            value = {"none": None, "true": True, "false": False}.get(value.lower(), int(value) if kind is int else value)
+        except ValueError:
+            raise UserError(f"--row {setting}: {field} is a whole number") from None
+        row = dataclasses.replace(row, **{field: value})
+    check_variant(row)
+    return row
+
+
 def check_variant(row: Variant) -> None:
     """Raises UserError for a field whose value the layer does not know, or a row that makes no sense."""
     for field, known in (("sink_positions", ("original", "in-cache")), ("far", (None, "mlstm")),
                          ("state_per", ("kv", "query")), ("features", ("l2", "softmax", "identity")),
-                         ("normalizer", ("floor", "plain")), ("mix", ("none", "gate"))):
+                         ("normalizer", ("floor", "plain")), ("mix", (None, "gate"))):
         if getattr(row, field) not in known:
             raise UserError(f"variant {row.name}: {field} {getattr(row, field)!r} is not one of {known}")
-    if (row.mix == "none") == (row.far is not None and row.window is not False):
-        raise UserError(f"variant {row.name}: mix {row.mix!r} needs {'one branch' if row.mix == 'none' else 'two branches'}")
+    if (row.mix is None) == (row.far is not None and row.window is not False):
+        raise UserError(f"variant {row.name}: mix {row.mix!r} needs {'one branch' if row.mix is None else 'two branches'}")
     if row.keep < 0 or (row.window is False and (row.keep or row.learned_sink)):
         raise UserError(f"variant {row.name}: sinks need a window, and keep >= 0")
 
@@ -397,17 +414,18 @@ def new_parameters(shape: Shape, row: Variant) -> int:
         return shape.layers * sum(p.numel() for n, p in Attention(shape, row, 1).named_parameters() if is_new(n))
 
 
-def memory_row(shape: Shape, row: Variant, budget: int) -> dict:
-    """One line of the memory table, bytes summed over meta tensors of the shapes that decoding allocates."""
-    window = solve_window(shape, row, budget)
-    out = {"name": row.name, "window": window, "keep": row.keep, "state": row.state_per if row.far else None,
-           "bytes_per_layer": None, "tokens_nominal": None, "tokens_exact": None,
-           "parameters": new_parameters(shape, row)}
-    if row.window is None:
-        return out
-    cache = layer_cache(shape, row, window, device="meta")
-    out |= {"bytes_per_layer": cache_bytes(cache), "tokens_nominal": cache_bytes(cache, "kvC") / token_bytes(shape),
-            "tokens_exact": cache_bytes(cache) / token_bytes(shape)}
+def memory_row(shape: Shape, row: Variant, budget: int | None) -> dict:
+    """One line of the memory table, bytes summed over meta tensors of the shapes that decoding allocates.
+
+    The sizes are None for `full`, which has no bound, and where budget is None.
+    """
+    out = {"name": row.name, "window": None, "keep": row.keep, "state": row.state_per if row.far else None,
+           "bytes_per_layer": None, "tokens_nominal": None, "tokens_exact": None, "parameters": new_parameters(shape, row)}
+    if row.window is not None and budget is not None:
+        out["window"] = solve_window(shape, row, budget)
+        cache = layer_cache(shape, row, out["window"], device="meta")
+        out |= {"bytes_per_layer": cache_bytes(cache), "tokens_nominal": cache_bytes(cache, "kvC") / token_bytes(shape),
+                "tokens_exact": cache_bytes(cache) / token_bytes(shape)}
     return out
 
 
@@ -496,7 +514,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         near = self.near(q, k, v, context, cache) if row.window is not False else None
         far = self.far(x, q, k, v, context, cache) if row.far else None
-        if row.mix == "none":
+        if row.mix is None:
             return near if far is None else far
         g = self.gate(q, k, v)[..., None]
         return g * far + (1 - g) * near
@@ -770,3 +788,80 @@ def sample(logits: Tensor, top_p: float, noise: Tensor) -> Tensor:
     c = p.cumsum(-1)
     index = (c <= noise[:, None] * c[:, -1:]).sum(-1).clamp(max=p.shape[-1] - 1)
     return ids.gather(-1, index[:, None])[:, 0]
+
+
+# ----------------------------------------------------------------------------- command line
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is one line."""
+
+    def error(self, message: str):
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def cli(main) -> None:
+    """Run main(); a UserError becomes one line on stderr and exit status 2, Ctrl-C status 130."""
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # the reader of our output went away: `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
+
+
+def use_cores() -> None:
+    """As many torch threads as this process may use cores; OMP_NUM_THREADS overrides."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def main() -> None:
+    """Print the card of a shape and the memory table of every variant; the last line is the same as JSON."""
+    parser = Parser(description="The memory table: what every variant keeps under one budget.")
+    parser.add_argument("--shape", choices=PRESETS, default="qwen3-4b")
+    parser.add_argument("--budget", type=int, help="tokens of memory a layer (default 576; 72 for mini)")
+    args = parser.parse_args()
+    shape = PRESETS[args.shape]
+    budget = BUDGET.get(shape.name, 576) if args.budget is None else args.budget
+    if budget < 1:
+        raise UserError(f"--budget {budget}: must be at least 1 token")
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Decoder(shape, VARIANTS["full"]).parameters())
+    token = token_bytes(shape)
+    card = {"shape": shape.name, "layers": shape.layers, "parameters": parameters, "budget": budget,
+            "bytes_per_token_per_layer": token, "bytes_per_token": token * shape.layers,
+            "budget_bytes_per_layer": token * budget, "budget_bytes": token * budget * shape.layers}
+    print(f"{shape.name}: {shape.layers} layers, width {shape.width}, {shape.heads} query heads on {shape.kv_heads} "
+          f"key/value heads of {shape.head_dim}, {parameters:,} parameters")
+    print(f"one cached token: {token:,} B a layer, {card['bytes_per_token'] / 1024:g} KiB in all layers (bfloat16)")
+    print(f"budget: {budget} tokens = {token * budget / 2**20:.4g} MiB a layer, {card['budget_bytes'] / 2**20:.4g} MiB a model\n")
+    print(f"{'variant':<22}{'window':>8}{'sinks':>9}{'state':>16}{'B/layer':>12}{'nominal':>10}{'exact':>10}{'MiB/model':>11}{'new params':>13}")
+    rows, misfits = [], []
+    for row in VARIANTS.values():
+        try:
+            r = memory_row(shape, row, budget)
+            window = {None: "all", False: "-", True: r["window"]}[row.window]
+        except UserError as error:
+            misfits.append(str(error))
+            r, window = memory_row(shape, row, None), "no fit"
+        rows.append(r)
+        sinks = str(row.keep) if row.keep else "learned" if row.learned_sink else "-"
+        cells = ["-"] * 4 if r["bytes_per_layer"] is None else [
+            f"{r['bytes_per_layer']:,}", f"{r['tokens_nominal']:.2f}", f"{r['tokens_exact']:.2f}",
+            f"{r['bytes_per_layer'] * shape.layers / 2**20:.4g}"]
+        state = f"per {r['state']} head" if row.far else "-"
+        print(f"{row.name:<22}{window:>8}{sinks:>9}{state:>16}{cells[0]:>12}{cells[1]:>10}{cells[2]:>10}{cells[3]:>11}{r['parameters']:>13,}")
+    print("\nnominal counts the matrix states alone, as [B] does; exact counts every byte (normaliser and stabiliser too).")
+    print(json.dumps({"card": card, "variants": rows}))
+    if misfits:
+        raise UserError(misfits[0] + f"; rows that do not fit: {len(misfits)}")
+
+
+if __name__ == "__main__":
+    cli(main)

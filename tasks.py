@@ -20,11 +20,11 @@ of W tokens sees about W/10 lines.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import math
 import re
+import sysconfig
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,14 +32,15 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from reference import UserError
-from weights import import_gguf, read_json
+from reference import Decoder, Parser, UserError, cli, generate
+from weights import GGUFWeights, HFWeights, RunWeights, find_smollm2, import_gguf, read_json
 
 SYMBOLS = "abcdefghijklmnop"
 REGISTERS = 8
 MAX_STEPS = 60
 LENGTHS = (2, 4, 8, 16, 32, 60)  # the steps that are evaluated: 21 ... 601 answer tokens
 LINE = REGISTERS + 2  # tokens of one answer step
+TRAINING, EVALUATION = 1, 2  # streams of random numbers: default_rng([seed, stream, ...])
 
 
 # ----------------------------------------------------------------------------- the queue machine
@@ -92,20 +93,23 @@ _WORDS = (["table"] + [f" {s}" for s in SYMBOLS] + ["\nqueue", "\nsteps", "\ndri
 _RANKS = {bytes([b]): b for b in range(256)} | {w.encode(): 256 + j for j, w in enumerate(_WORDS)}
 
 
-def queue_encoding() -> tiktoken.Encoding:
-    """The miniature's tokenizer: 256 bytes, then one rank per word, with the space or newline before it."""
-    return tiktoken.Encoding("queue-machine", pat_str=r"[ \n]?[^ \n]+|[ \n]", mergeable_ranks=_RANKS, special_tokens={})
-
-
 DONE = _RANKS[b"\ndone"]
 
 
-def queue_batch(problems: list[Problem], encoding: tiktoken.Encoding) -> tuple[np.ndarray, np.ndarray]:
+@functools.cache
+def queue_tokenizer() -> Tokenizer:
+    """The miniature's tokenizer: 256 bytes, then one rank per word, with the space or newline before it."""
+    encoding = tiktoken.Encoding("queue-machine", pat_str=r"[ \n]?[^ \n]+|[ \n]", mergeable_ranks=_RANKS, special_tokens={})
+    return Tokenizer(encoding, np.arange(len(_RANKS)), list(_RANKS), {}, bos=None, eos=DONE, stop=(DONE,))
+
+
+def queue_batch(problems: list[Problem]) -> tuple[np.ndarray, np.ndarray]:
     """Problems as rows: tokens (B, T), padded with DONE on the right, and the answer mask (B, T).
 
     The mask is True at the tokens a student must produce: the answer, of a drill the looked-up symbols alone.
     """
-    rows = [(encoding.encode_ordinary(p.prompt), encoding.encode_ordinary(p.answer)) for p in problems]
+    encode = queue_tokenizer().encode
+    rows = [(encode(p.prompt), encode(p.answer)) for p in problems]
     T = max(len(a) + len(b) for a, b in rows)
     tokens, mask = np.full((len(rows), T), DONE), np.zeros((len(rows), T), dtype=bool)
     for j, (a, b) in enumerate(rows):
@@ -134,6 +138,42 @@ def window_bound(problem: Problem, window: int) -> float:
             chance /= K - len(seen)
         written.append((now, x))
     return chance
+
+
+# ----------------------------------------------------------------------------- answers
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one problem."""
+
+    text: str
+    exact: bool
+    truncated: bool  # cut off before it was done: wrong, and counted apart
+
+
+def queue_problems(count: int, steps: int, seed: int = 0, symbols: int | None = None) -> list[Problem]:
+    """The evaluation problems of one length: the same for every model, never met in training."""
+    rng = np.random.default_rng([seed, EVALUATION, steps])
+    return [queue_problem(rng, steps, symbols) for _ in range(count)]
+
+
+def solve(model: Decoder, problems: list[Problem], *, batch: int = 200) -> tuple[list[Outcome], int]:
+    """Greedy answers through the real ring and state, at most one line longer than the right one.
+
+    Returns an outcome per problem and the bytes that one layer held for one sequence (keys and values bfloat16).
+    """
+    tokenizer, outcomes, held = queue_tokenizer(), [], 0
+    for a in range(0, len(problems), batch):
+        part = problems[a : a + batch]
+        limit = LINE * (max(p.steps for p in part) + 1) + 1
+        answers, cache = generate(model, [tokenizer.encode(p.prompt) for p in part], limit,
+                                  stop=tokenizer.stop, vocab=tokenizer.size)
+        held = max(held, cache.bytes_per_layer())
+        for problem, ids in zip(part, answers):
+            text = tokenizer.decode(ids)
+            outcomes.append(Outcome(text, text == problem.answer, ids[-1] not in tokenizer.stop))
+    return outcomes, held
 
 
 # ----------------------------------------------------------------------------- tokenizers
@@ -272,8 +312,11 @@ def byte_pair_tokenizer(name, pattern, vocab, merges, specials, ignore_merges=Fa
     return Tokenizer(encoding, ids, [pieces[i] for i in range(len(pieces))], specials, **fields)
 
 
-def gguf_tokenizer(path) -> Tokenizer:
-    """The tokenizer in a GGUF file's own metadata. Raises UserError unless it is SmolLM's."""
+def gguf_tokenizer(path, splitter: str = "smollm") -> Tokenizer:
+    """The tokenizer in a GGUF file's own metadata. Raises UserError unless it is SmolLM's.
+
+    splitter 'smollm' is the model's own; 'gpt2' leaves out its digits step, as transformers' GGUF loader does.
+    """
     gguf = import_gguf()
     fields = gguf.GGUFReader(path).fields
 
@@ -288,7 +331,7 @@ def gguf_tokenizer(path) -> Tokenizer:
     specials = {token: i for i, (token, kind) in enumerate(zip(tokens, read("token_type"))) if kind in added}
     ends = (read("eos_token_id"), specials.get("<|endoftext|>"))    # end of a turn, end of a document
     return byte_pair_tokenizer(
-        str(path), WORDS_AND_DIGITS, {token: i for i, token in enumerate(tokens)},
+        str(path), {"smollm": WORDS_AND_DIGITS, "gpt2": WORDS}[splitter], {token: i for i, token in enumerate(tokens)},
         [tuple(merge.split(" ")) for merge in read("merges")], specials,
         bos=read("bos_token_id"), eos=read("eos_token_id"),
         stop=tuple(dict.fromkeys(i for i in ends if i is not None)))
@@ -359,18 +402,130 @@ def hf_tokenizer(folder) -> Tokenizer:
         stop=tuple(dict.fromkeys(i for i in ends if i is not None)), form=normalizer)
 
 
+# ----------------------------------------------------------------------------- teachers and text
+
+MINI_TEACHER = Path(__file__).parent / "assets" / "mini_teacher"
+
+
+def open_teacher(name: str, splitter: str = "smollm"):
+    """A teacher's weights and tokenizer: 'mini' (shipped), 'smollm2' (a package), or a Hugging Face folder.
+
+    splitter: see `gguf_tokenizer`; it concerns smollm2 alone.
+
+    UserError: it is not there, with the command that brings it.
+    """
+    if name == "mini":
+        return RunWeights(MINI_TEACHER), queue_tokenizer()
+    if name == "smollm2":
+        path = find_smollm2()
+        return GGUFWeights(path), gguf_tokenizer(path, splitter)
+    if not Path(name).is_dir():
+        raise UserError(f"--teacher {name}: neither 'mini' nor 'smollm2' nor a folder that exists")
+    return HFWeights(name), hf_tokenizer(name)
+
+
+def read_text(path) -> str:
+    """A text file's content. UserError: missing, a folder, not UTF-8, or empty."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start}): convert it, for example with iconv") from None
+    if not text.strip():
+        raise UserError(f"{path}: the file is empty")
+    return text
+
+
+def read_documents(path=None) -> list[str]:
+    """The documents of a text file, a JSON-lines file (its "text" fields) or a folder of both, in a fixed order.
+
+    None: the Python standard library's own source, which every machine has. In a folder, files ending in .txt, .md,
+    .py and .jsonl are read, those that are not UTF-8 or empty left out. UserError: nothing there, or a broken line.
+    """
+    root = Path(sysconfig.get_path("stdlib") if path is None else path)
+    if not root.exists():
+        raise UserError(f"--data {root}: no such file or folder")
+    if root.is_file():
+        return read_lines(root) if root.suffix == ".jsonl" else [read_text(root)]
+    skip = {"site-packages", "test", "tests", "idle_test", "__pycache__"} if path is None else set()
+    documents, left_out = [], 0
+    for file in sorted(root.rglob("*")):
+        if file.suffix not in (".txt", ".md", ".py", ".jsonl") or not file.is_file() or skip & set(file.parts):
+            continue
+        try:
+            documents += read_lines(file) if file.suffix == ".jsonl" else [read_text(file)]
+        except UserError as error:
+            if file.suffix == ".jsonl":
+                raise error
+            left_out += 1
+    if not documents:
+        raise UserError(f"--data {root}: no text in .txt, .md, .py or .jsonl files")
+    if left_out:
+        print(f"note: {left_out} files of {root} are empty or not UTF-8 and were left out")
+    return documents
+
+
+def read_lines(path: Path) -> list[str]:
+    """The "text" field of every line of a JSON-lines file. UserError names the file and the line that is broken."""
+    texts = []
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            texts.append(json.loads(line)["text"])
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f'{path}:{number}: not a JSON object with a "text" field') from None
+        if not isinstance(texts[-1], str):
+            raise UserError(f'{path}:{number}: "text" is not a string')
+    return texts
+
+
+class Text:
+    """Documents as one stream of token ids, the last twentieth held out.
+
+    tokens (M) int32, document (M) int32: the document each token belongs to. Documents are shuffled once, by a
+    fixed seed, and end with the tokenizer's eos where it has one.
+    UserError: fewer tokens than four stretches of `length`.
+    """
+
+    def __init__(self, documents: list[str], tokenizer: Tokenizer, length: int):
+        order = np.random.default_rng(0).permutation(len(documents))
+        end = [] if tokenizer.eos is None else [tokenizer.eos]
+        rows = [np.array(tokenizer.encode(documents[j]) + end, dtype=np.int32) for j in order]
+        self.tokens = np.concatenate(rows)
+        self.document = np.repeat(np.arange(len(rows), dtype=np.int32), [len(row) for row in rows])
+        self.length = length
+        self.held_out = len(self.tokens) - max(len(self.tokens) // 20, length + 1)
+        if self.held_out < 3 * length:
+            raise UserError(f"--data: {len(self.tokens)} tokens are too few for stretches of {length}: "
+                            "give more text or a smaller --length")
+
+    def stretch(self, starts) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and documents (len(starts), length + 1) from those places on."""
+        index = np.asarray(starts)[:, None] + np.arange(self.length + 1)
+        return self.tokens[index], self.document[index]
+
+    def batch(self, rng: np.random.Generator, batch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Random stretches of the training part."""
+        return self.stretch(rng.integers(0, self.held_out - self.length - 1, batch))
+
+    def held_out_batch(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Stretches spread evenly over the held-out part, always the same."""
+        return self.stretch(np.linspace(self.held_out, len(self.tokens) - self.length - 1, batch).astype(int))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(description="Show a problem of the queue machine.")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--symbols", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     problem = queue_problem(np.random.default_rng(args.seed), args.steps, args.symbols)
-    encoding = queue_encoding()
+    encode = queue_tokenizer().encode
     print(problem.prompt + problem.answer)
-    print(f"prompt {len(encoding.encode_ordinary(problem.prompt))} tokens, "
-          f"answer {len(encoding.encode_ordinary(problem.answer))} tokens")
+    print(f"prompt {len(encode(problem.prompt))} tokens, answer {len(encode(problem.answer))} tokens")
 
 
 if __name__ == "__main__":
-    main()
+    cli(main)

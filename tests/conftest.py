@@ -1,0 +1,11 @@
+"""Run from anywhere: the repository's modules are importable, and tiny tensors do not fight over cores."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(min(2, os.cpu_count() or 1))

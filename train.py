@@ -1,0 +1,549 @@
+"""train.py: distil a student with a fixed memory from a full-attention teacher.
+
+    python train.py --variant bifocal                        # the miniature, some minutes on a laptop CPU
+    python train.py --variant swa_learned_sink               # its strongest simple rival, the same recipe
+    python train.py --variant bifocal --teacher smollm2      # a real pretrained model on real text
+    python train.py --variant bifocal --teacher DIR          # a Hugging Face folder (Qwen3, Qwen2.5, Llama)
+    python train.py --variant full --teacher none            # how the shipped miniature teacher was made
+
+Stage I: every layer alone. Given the teacher's block input, the student's attention answer before W_o matches the
+teacher's; loss = mean over layers of |o_student - o_teacher|^2 / |o_teacher|^2; only the new parameters train.
+Stage II: the whole model. KL(teacher || student) on the graded tokens, with a share --ce of cross entropy; all
+parameters train, the new ones at --lr-new.
+
+Batches are a function of (seed, step) alone. A checkpoint is written whole or not at all; after Ctrl-C or a kill
+the same command with --resume continues the same loss curve, bit for bit on one machine's CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+import fast
+import reference
+from reference import BUDGET, MINI, VARIANTS, Decoder, Parser, UserError, build, cli, is_new, memory_row, parse_row, use_cores
+from tasks import (LENGTHS, TRAINING, Text, drill_problem, open_teacher, queue_batch, queue_problem, queue_problems,
+                   read_documents, solve, window_bound)
+from weights import RunWeights, describe, load_weights, read_json, save_weights, write_json, write_whole
+
+CHECKPOINT_EVERY = 25  # steps
+PATIENCE = 5  # non-finite steps in a row before the run stops
+
+
+# ----------------------------------------------------------------------------- recipes
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What a step does: its lengths and rates. Each field is a flag of the same name."""
+
+    stage1_steps: int
+    steps: int
+    batch: int  # sequences a step; of the queue machine, sequences of the longest problem: the tokens count
+    lr1: float  # stage I: new parameters
+    lr: float  # stage II: the teacher's parameters
+    lr_new: float  # stage II: new parameters
+    length: int = 1024  # tokens of a stretch of text
+
+
+RECIPES = {
+    "mini": Recipe(stage1_steps=60, steps=450, batch=12, lr1=1e-2, lr=1e-3, lr_new=3e-3),
+    "none": Recipe(stage1_steps=0, steps=3000, batch=13, lr1=0, lr=3e-3, lr_new=0),
+    "text": Recipe(stage1_steps=20, steps=60, batch=2, lr1=1e-2, lr=5e-5, lr_new=2e-3),
+}
+DRILLS = 400  # first steps of a teacher's training: look-ups alone; without them they stay at chance
+MUON_LR = 0.02
+
+
+# ----------------------------------------------------------------------------- objectives
+
+
+def stage1_loss(student: Decoder, teacher: Decoder, tokens: Tensor, segment: Tensor | None) -> Tensor:
+    """Mean over layers of the squared error of the answer before W_o, relative to the teacher's. A scalar."""
+    with torch.no_grad():
+        context, x, pairs = teacher.context(tokens, segment), teacher.embed_tokens(tokens), []
+        for block in teacher.layers:
+            o = block.read(x, context)
+            pairs.append((x, o))
+            x = block.finish(x, o)
+    context = student.context(tokens, segment)
+    losses = []
+    for block, (x, o) in zip(student.layers, pairs):
+        error = block.read(x, context) - o
+        losses.append(error.float().square().mean() / o.float().square().mean())
+    return torch.stack(losses).mean()
+
+
+def distill_loss(student: Decoder, teacher: Decoder, tokens: Tensor, mask: Tensor, segment: Tensor | None,
+                 ce: float) -> Tensor:
+    """(1 - ce) KL(teacher || student) + ce cross entropy, mean over the graded tokens.
+
+    tokens (B, T+1): the model reads the first T and predicts the last T; mask (B, T) grades the predictions.
+    """
+    hidden = {"segment": None if segment is None else segment[:, :-1]}
+    logits = student.head(student.hidden(tokens[:, :-1], **hidden)[mask]).float()
+    with torch.no_grad():
+        target = teacher.head(teacher.hidden(tokens[:, :-1], **hidden)[mask]).float()
+    loss = F.kl_div(logits.log_softmax(-1), target.log_softmax(-1), log_target=True, reduction="sum") / max(len(logits), 1)
+    if ce:
+        loss = (1 - ce) * loss + ce * F.cross_entropy(logits, tokens[:, 1:][mask])
+    return loss
+
+
+def language_loss(student: Decoder, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Cross entropy on the graded tokens: a teacher of its own."""
+    return F.cross_entropy(student.head(student.hidden(tokens[:, :-1])[mask]), tokens[:, 1:][mask])
+
+
+# ----------------------------------------------------------------------------- data
+
+
+def queue_step(seed: int, step: int, recipe: Recipe, curriculum: bool) -> tuple[Tensor, Tensor]:
+    """Batch `step` of the queue machine: tokens (B, T+1) and the graded predictions (B, T).
+
+    All problems of a step have the same number of steps n, half the time uniform in 1..60, half the time
+    log-uniform; K is uniform in 2..16. The tokens of a step are about batch * 645 whatever n is. With `curriculum`
+    (a teacher): drills alone at first and in a tenth of the later steps, and n grows to 60.
+    """
+    rng = np.random.default_rng([seed, TRAINING, step])
+    tokens = recipe.batch * 645
+    if curriculum and (step < DRILLS or rng.random() < 0.1):
+        problems = [drill_problem(rng, 64) for _ in range(max(1, tokens // 160))]
+    else:
+        top = 60
+        if curriculum:
+            top = min(60, max(2, int(60 * (step - DRILLS) / (0.4 * recipe.steps))))
+        n = int(rng.integers(1, top + 1)) if rng.random() < 0.5 else round(math.exp(rng.uniform(0, math.log(top))))
+        problems = [queue_problem(rng, n) for _ in range(max(1, tokens // (32 + 10 * n)))]
+    rows, mask = queue_batch(problems)
+    return torch.from_numpy(rows), torch.from_numpy(mask[:, 1:])
+
+
+# ----------------------------------------------------------------------------- the run
+
+
+class Run:
+    """One training run in one folder: models, optimiser, data, log and checkpoint."""
+
+    def __init__(self, args):
+        self.args, self.out = args, Path(args.out or f"runs/{args.variant}")
+        self.task = "queue" if args.teacher in ("mini", "none") else "text"
+        preset = RECIPES.get(args.teacher, RECIPES["text"])
+        given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe)}
+        self.recipe = dataclasses.replace(preset, **{k: v for k, v in given.items() if v is not None})
+        self.row = parse_row(args.variant, args.row)
+        if args.teacher == "none" and (args.window or args.budget):
+            raise UserError("--teacher none trains full attention: it takes no --budget and no --window")
+        if self.task == "queue" and args.data:
+            raise UserError("--data belongs to a text teacher: add --teacher smollm2 or --teacher DIR")
+        self.device = pick_device(args.device)
+        self.ops = fast if args.ops == "fast" else reference
+        self.source, self.tokenizer = (None, None) if args.teacher == "none" else open_teacher(args.teacher)
+        self.shape = MINI if self.source is None else self.source.model_shape
+        self.budget = args.budget or BUDGET.get(self.shape.name, 576)
+        torch.manual_seed(args.seed)
+        self.student = build(self.shape, self.row, self.budget, args.window, self.ops)
+
+    def config(self) -> dict:
+        """What config.json holds: everything that shapes the run."""
+        a = self.args
+        return {
+            "command": f"python train.py {' '.join(sys.argv[1:])}".strip(),
+            "variant": a.variant, "teacher": a.teacher, "task": self.task, "data": a.data, "seed": a.seed,
+            "budget": self.budget, "recipe": dataclasses.asdict(self.recipe), "ce": a.ce, "ops": a.ops,
+            "device": self.device.type, "threads": torch.get_num_threads(), **describe(self.student),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+            "commit": git_commit(), "date": time.strftime("%Y-%m-%d"), "machine": machine(),
+        }
+
+    def claim_folder(self) -> bool:
+        """Make the run folder ours. False: the very same run is already finished there.
+
+        UserError: it holds another configuration, or an unfinished run and no --resume. Nothing is overwritten.
+        """
+        mine = json.loads(json.dumps(self.config()))
+        free = ("command", "versions", "commit", "date", "machine", "threads")  # may differ between a run and its resumption
+        if (self.out / "config.json").exists():
+            old = read_json(self.out / "config.json")
+            for key in mine:
+                if key not in free and old.get(key) != mine[key]:
+                    what = key if not isinstance(mine[key], dict) else next(
+                        f"{key} {k}" for k in mine[key] if (old.get(key) or {}).get(k) != mine[key][k])
+                    raise UserError(f"{self.out} holds a run with another {what} ({find(old, what)}, not {find(mine, what)}): "
+                                    "choose another --out, or give the same flags")
+            if (self.out / "metrics.json").exists():
+                return False
+            if (self.out / "checkpoint" / "state.pt").exists() and not self.args.resume:
+                raise UserError(f"{self.out} holds an unfinished run: add --resume to continue it, or choose another --out")
+        elif self.out.exists() and (not self.out.is_dir() or any(p.name[0] != "." for p in self.out.iterdir())):
+            raise UserError(f"--out {self.out}: there is something else in the way: choose another --out")
+        elif self.args.resume:
+            print(f"note: nothing to resume in {self.out}: starting at the beginning")
+        if not (self.out / "config.json").exists():
+            write_json(self.out / "config.json", mine)
+        return True
+
+    # -- setting up
+
+    def prepare(self) -> None:
+        """Load the teacher, give the student its weights, make the data ready."""
+        self.teacher = None
+        if self.source is not None:
+            load_weights(self.student, self.source)
+            self.teacher = build(self.shape, "full", ops=self.ops)
+            load_weights(self.teacher, self.source)
+            self.teacher.eval().requires_grad_(False)
+            self.teacher.to(self.device, torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        self.student.to(self.device)
+        if self.task == "text":
+            documents = read_documents(self.args.data)
+            self.text = Text(documents, self.tokenizer, self.recipe.length)
+            print(f"data: {len(documents)} documents, {len(self.text.tokens):,} tokens, "
+                  f"{len(self.text.tokens) - self.text.held_out:,} of them held out")
+
+    def stages(self) -> list[str]:
+        """The stage of every step."""
+        return ["language"] * self.recipe.steps if self.teacher is None else (
+            ["I"] * self.recipe.stage1_steps * any(map(is_new, dict(self.student.named_parameters())))
+            + ["II"] * self.recipe.steps)
+
+    def optimizers(self, stage: str) -> list[torch.optim.Optimizer]:
+        """Fresh optimisers for a stage, each group with its peak rate in `peak`; what does not train is frozen."""
+        named = list(self.student.named_parameters())
+        for name, p in named:
+            p.requires_grad_(stage != "I" or is_new(name))
+        new, old = [p for n, p in named if is_new(n)], [p for n, p in named if not is_new(n)]
+        adam = dict(betas=(0.9, 0.95), weight_decay=0.0)
+        if stage == "I":
+            groups = [torch.optim.AdamW(new, lr=self.recipe.lr1, **adam)]
+        elif stage == "II":
+            sets = [{"params": old, "lr": self.recipe.lr}, {"params": new, "lr": self.recipe.lr_new}]
+            groups = [torch.optim.AdamW([s for s in sets if s["params"]], **adam)]
+        else:  # Muon on the hidden matrices, AdamW on the embedding and the norms
+            matrices = [p for n, p in named if p.ndim == 2 and "embed" not in n]
+            rest = [p for n, p in named if p.ndim != 2 or "embed" in n]
+            groups = [torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.0), torch.optim.AdamW(rest, lr=self.recipe.lr, **adam)]
+        for o in groups:
+            for group in o.param_groups:
+                group["peak"] = group["lr"]
+        return groups
+
+    def loss(self, step: int, stage: str) -> tuple[Tensor, int]:
+        """The loss of a step and how many tokens it read."""
+        if self.task == "queue":
+            tokens, mask = queue_step(self.args.seed, step, self.recipe, curriculum=stage == "language")
+            segment = None
+        else:
+            rng = np.random.default_rng([self.args.seed, TRAINING, step])
+            tokens, segment = (torch.from_numpy(x).long().to(self.device) for x in self.text.batch(rng, self.recipe.batch))
+            mask = segment[:, 1:] == segment[:, :-1]
+        tokens, mask = tokens.to(self.device), mask.to(self.device)
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
+            if stage == "language":
+                loss = language_loss(self.student, tokens, mask)
+            elif stage == "I":
+                loss = stage1_loss(self.student, self.teacher, tokens, segment)
+            else:
+                loss = distill_loss(self.student, self.teacher, tokens, mask, segment, self.args.ce)
+        return loss, tokens[:, 1:].numel()
+
+    # -- checkpoints
+
+    def save(self, step: int, optimizers, skipped: int) -> None:
+        """The state after `step` steps, written whole."""
+        state = {"step": step, "student": self.student.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
+                 "skipped": skipped}
+        write_whole(self.out / "checkpoint" / "state.pt", lambda path: torch.save(state, path))
+
+    def restore(self, stages: list[str]) -> tuple[int, list, int]:
+        """Continue from the checkpoint if there is one: the step, the optimisers, the skipped steps so far."""
+        file = self.out / "checkpoint" / "state.pt"
+        if not file.exists():
+            (self.out / "log.jsonl").unlink(missing_ok=True)
+            return 0, self.optimizers(stages[0]) if stages else [], 0
+        try:
+            state = torch.load(file, map_location=self.device, weights_only=True)
+        except Exception as error:
+            raise UserError(f"{file}: the checkpoint cannot be read ({type(error).__name__}): delete it to start over") from None
+        step = state["step"]
+        self.student.load_state_dict(state["student"])
+        optimizers = self.optimizers(stages[step - 1])
+        for o, saved in zip(optimizers, state["optimizers"]):
+            o.load_state_dict(saved)
+        lines = (self.out / "log.jsonl").read_text().splitlines()[:step]
+        write_whole(self.out / "log.jsonl", lambda p: p.write_text("".join(line + "\n" for line in lines)))
+        print(f"resuming {self.out} after step {step} of {len(stages)}")
+        return step, optimizers, state["skipped"]
+
+    # -- the loop
+
+    def train(self) -> bool:
+        """Train to the end: True. Interrupted: the state is saved and the answer is False."""
+        stages = self.stages()
+        start, optimizers, skipped = self.restore(stages)
+        interrupted = Interrupt()
+        row, bad, began, tokens_read = self.row, 0, time.time(), 0
+        log = open(self.out / "log.jsonl", "a", encoding="utf-8")
+        bar = tqdm(range(start, len(stages)), initial=start, total=len(stages), desc=row.name, unit="step",
+                   mininterval=0.5 if sys.stderr.isatty() else 20, dynamic_ncols=True)
+        with log, bar, interrupted:
+            for step in bar:
+                stage = stages[step]
+                first = stages.index(stage)
+                if step == first and step > 0:
+                    optimizers = self.optimizers(stage)
+                share = rate_share(step - first, stages.count(stage))
+                for group in (g for o in optimizers for g in o.param_groups):
+                    group["lr"] = group["peak"] * share
+                loss, tokens = self.loss(step, stage)
+                for o in optimizers:
+                    o.zero_grad(set_to_none=True)
+                loss.backward()
+                norm = torch.nn.utils.clip_grad_norm_([p for p in self.student.parameters() if p.requires_grad], 1.0)
+                if math.isfinite(loss.item()) and math.isfinite(norm.item()):
+                    bad = 0
+                    for o in optimizers:
+                        o.step()
+                else:  # the step is not applied
+                    bad, skipped = bad + 1, skipped + 1
+                tokens_read += tokens
+                rate = tokens_read / (time.time() - began)
+                log.write(json.dumps({"step": step, "stage": stage, "loss": loss.item(), "lr": optimizers[-1].param_groups[0]["lr"],
+                                      "grad_norm": norm.item(), "tokens": tokens, "tokens_per_s": round(rate),
+                                      "skipped": skipped, "memory_mb": round(peak_memory() / 2**20)}) + "\n")
+                log.flush()
+                bar.set_postfix_str(f"stage {stage} loss {loss.item():.4f} lr {optimizers[-1].param_groups[0]['lr']:.1e} "
+                                    f"{rate:,.0f} tok/s", refresh=False)
+                if bad == PATIENCE:
+                    raise UserError(f"loss or gradient was not finite {PATIENCE} times in a row at step {step}: the last good "
+                                    f"checkpoint is in {self.out / 'checkpoint'}; try a smaller --lr")
+                if bad == 0 and ((step + 1) % CHECKPOINT_EVERY == 0 or interrupted.seen):
+                    self.save(step + 1, optimizers, skipped)
+                if interrupted.seen:
+                    return False
+        save_weights(self.out / "student.safetensors", self.student)
+        return True
+
+
+class Interrupt:
+    """Ctrl-C ends the step first, so that what is saved is whole. A second Ctrl-C ends at once."""
+
+    def __enter__(self):
+        self.seen, self.old = False, signal.signal(signal.SIGINT, self.handle)
+        return self
+
+    def handle(self, *_):
+        self.seen = True
+        signal.signal(signal.SIGINT, self.old)
+
+    def __exit__(self, *_):
+        signal.signal(signal.SIGINT, self.old)
+
+
+def rate_share(step: int, steps: int) -> float:
+    """The share of the peak rate: a warm-up over the first twentieth, then linear to zero over the last three fifths."""
+    return min(1.0, (step + 1) / max(1, steps // 20), (steps - step) / max(1, 0.6 * steps))
+
+
+def find(config: dict, what: str):
+    """The value at 'key' or 'key subkey' of a configuration."""
+    for key in what.split(" "):
+        config = (config or {}).get(key)
+    return config
+
+
+def pick_device(name: str) -> torch.device:
+    """--device: auto takes CUDA where there is one. UserError: cuda asked for and absent."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: PyTorch sees no CUDA device here: use --device cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def git_commit() -> str | None:
+    """The commit of this code, if git knows one."""
+    try:
+        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:
+        return None
+    return found.stdout.strip() or None
+
+
+def machine() -> str:
+    """The kind of machine, in words."""
+    return f"{platform.machine()} {platform.system()}, {os.cpu_count()} cores" + (
+        f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "")
+
+
+def peak_memory() -> int:
+    """The process's peak resident bytes; 0 where the system does not tell (Windows)."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes if sys.platform == "darwin" else kilobytes * 1024
+
+
+# ----------------------------------------------------------------------------- what was made
+
+
+def evaluate_queue(run: Run) -> dict:
+    """Answer 200 problems of each length and say what decoding held."""
+    result, held = {"lengths": {}}, 0
+    for n in tqdm(LENGTHS, desc="answers", unit="length", leave=False):
+        problems = queue_problems(200, n)
+        outcomes, held = solve(run.student, problems)
+        bound = None if run.student.window is None else float(np.mean([window_bound(p, run.student.window) for p in problems]))
+        result["lengths"][n] = {"n": len(problems), "exact": float(np.mean([o.exact for o in outcomes])),
+                                "truncated": int(sum(o.truncated for o in outcomes)), "window_bound": bound}
+    return result | {"bytes_per_layer": held}
+
+
+def report_queue(run: Run, result: dict) -> None:
+    """The table, one answer, the memory, the next commands."""
+    teacher = {} if run.source is None else read_json(run.source.path / "metrics.json")["lengths"]
+    print(f"\nexact match, 200 problems a length, greedy\n{'answer tokens':>16} {'student %':>10} {'cut off':>8}"
+          f" {'teacher %':>10} {'window bound %':>15}")
+    for n, r in result["lengths"].items():
+        cell = "-" if str(n) not in teacher else f"{100 * teacher[str(n)]['exact']:.1f}"
+        bound = "-" if r["window_bound"] is None else f"{100 * r['window_bound']:.1f}"
+        print(f"{10 * int(n) + 1:>16} {100 * r['exact']:>10.1f} {r['truncated']:>8} {cell:>10} {bound:>15}")
+    if run.student.window:
+        print(f"The window bound is what the best reader of {run.student.window} tokens alone could score.")
+    problem = queue_problems(1, 4)[0]
+    outcome = solve(run.student, [problem])[0][0]
+    print(f"\none answer ({'right' if outcome.exact else 'wrong'}):\n{problem.prompt}{outcome.text}\n")
+    table = memory_row(run.shape, run.row, run.budget)
+    if run.row.window is None:
+        print(f"memory: decoding held {result['bytes_per_layer']:,} bytes a layer, and more with every token")
+    else:
+        if run.args.window:
+            table = {"tokens_nominal": None}
+        print(f"memory: decoding held {result['bytes_per_layer']:,} bytes a layer"
+              + ("" if run.args.window else f"; the accounting says {table['bytes_per_layer']:,}: {table['tokens_nominal']:.2f} "
+                 f"tokens nominal, {table['tokens_exact']:.2f} with every byte, of a budget of {run.budget}"))
+
+
+@torch.no_grad()
+def held_out_loss(model: Decoder, text: Text, from_position: int, count: int = 8) -> float:
+    """Mean next-token loss on held-out text at positions >= from_position of its stretches."""
+    total, number = 0.0, 0
+    for j in range(count):
+        tokens, document = (torch.from_numpy(x[j : j + 1]).long().to(model.embed_tokens.weight.device)
+                            for x in text.held_out_batch(count))
+        logits = model(tokens[:, :-1], segment=document[:, :-1]).float()
+        mask = (document[:, 1:] == document[:, :-1])
+        mask[:, :from_position] = False
+        total += F.cross_entropy(logits[mask], tokens[:, 1:][mask], reduction="sum").item()
+        number += int(mask.sum())
+    return total / max(number, 1)
+
+
+def evaluate_text(run: Run) -> dict:
+    """Held-out loss of the teacher, of an untrained window with sinks of the same budget, of the student before and after."""
+    past = min(run.budget, run.recipe.length // 2)
+    models = {"teacher": run.teacher, "swa_sink_tokens, untrained": build(run.shape, "swa_sink_tokens", run.budget, ops=run.ops),
+              f"{run.row.name}, untrained": build(run.shape, run.row, run.budget, run.args.window, run.ops)}
+    result = {}
+    for name, model in tqdm((models | {f"{run.row.name}, trained": run.student}).items(), desc="held-out text", leave=False):
+        if "untrained" in name:
+            load_weights(model.to(run.device), run.source)
+        result[name] = {"all": held_out_loss(model, run.text, 0), f"{past}:": held_out_loss(model, run.text, past)}
+    return {"held_out_loss": result}
+
+
+def report_text(run: Run, result: dict) -> None:
+    """The held-out losses."""
+    rows = result["held_out_loss"]
+    ranges = list(next(iter(rows.values())))
+    print(f"\nmean next-token loss on held-out text, by position in stretches of {run.recipe.length} tokens")
+    print(f"{'':<32}" + "".join(f"{r:>10}" for r in ranges))
+    for name, losses in rows.items():
+        print(f"{name:<32}" + "".join(f"{losses[r]:>10.4f}" for r in ranges))
+
+
+def run_command(args) -> int:
+    """Train, evaluate, report. Returns the exit status."""
+    use_cores()
+    run = Run(args)
+    evaluate, report = (evaluate_queue, report_queue) if run.task == "queue" else (evaluate_text, report_text)
+    if run.claim_folder():
+        run.prepare()
+        print(f"{run.row.name}: {run.row.note}; window {run.student.window}, "
+              f"{sum(p.numel() for p in run.student.parameters()):,} parameters, "
+              f"{sum(p.numel() for n, p in run.student.named_parameters() if is_new(n)):,} of them new; "
+              f"{run.device.type}, {args.ops} ops -> {run.out}")
+        if not run.train():
+            print(f"interrupted: the state is saved; continue with: {run.config()['command'].replace(' --resume', '')} --resume")
+            return 130
+        run.student.eval()
+        result = evaluate(run)
+        write_json(run.out / "metrics.json", result)
+        shutil.rmtree(run.out / "checkpoint", ignore_errors=True)
+    else:
+        print(f"{run.out} is finished already; delete it or choose another --out to train anew")
+        load_weights(run.student, RunWeights(run.out))
+        result = read_json(run.out / "metrics.json")
+    report(run, result)
+    print("\nnext:")
+    if run.task == "queue":
+        print(f"    python train.py --variant {'swa_learned_sink' if args.variant != 'swa_learned_sink' else 'bifocal'}\n"
+              f"    python eval.py answers {run.out} runs/{'swa_learned_sink' if args.variant != 'swa_learned_sink' else 'bifocal'}\n"
+              "    python reference.py")
+    else:
+        print(f"    python eval.py text {run.out} --text FILE")
+    print(json.dumps({"out": str(run.out), **result}))
+    return 0
+
+
+def main() -> None:
+    """The command line."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_argument_group("what")
+    what.add_argument("--variant", default="bifocal", choices=VARIANTS, metavar="NAME", help=f"the student: {' '.join(VARIANTS)}")
+    what.add_argument("--teacher", default="mini", help="mini, smollm2, a Hugging Face folder, or none (default mini)")
+    what.add_argument("--data", help="text: a file, a .jsonl file or a folder (default: Python's standard library)")
+    what.add_argument("--budget", type=int, help="tokens of memory a layer (default 72 for mini, else 576)")
+    what.add_argument("--window", type=int, help="W, instead of the window that spends the budget")
+    what.add_argument("--row", action="append", default=[], metavar="FIELD=VALUE", help="change a field of the variant's row")
+    how = parser.add_argument_group("how (defaults depend on the teacher)")
+    how.add_argument("--steps", type=int, help="steps of stage II")
+    how.add_argument("--stage1-steps", type=int, help="steps of stage I")
+    how.add_argument("--batch", type=int, help="sequences a step")
+    how.add_argument("--length", type=int, help="tokens of a stretch of text")
+    how.add_argument("--lr", type=float, help="peak rate of the teacher's parameters in stage II")
+    how.add_argument("--lr-new", type=float, help="peak rate of the new parameters in stage II")
+    how.add_argument("--lr1", type=float, help="peak rate of stage I")
+    how.add_argument("--ce", type=float, default=0.0, help="share of cross entropy in stage II (default 0)")
+    how.add_argument("--seed", type=int, default=0)
+    where = parser.add_argument_group("where")
+    where.add_argument("--out", help="run folder (default runs/VARIANT)")
+    where.add_argument("--resume", action="store_true", help="continue the run in --out")
+    where.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    where.add_argument("--ops", choices=("fast", "reference"), default="fast")
+    args = parser.parse_args()
+    for flag, least in (("budget", 1), ("window", 1), ("steps", 1), ("stage1_steps", 0), ("batch", 1), ("length", 2), ("seed", 0)):
+        if getattr(args, flag) is not None and getattr(args, flag) < least:
+            raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least {least}")
+    raise SystemExit(run_command(args))
+
+
+if __name__ == "__main__":
+    cli(main)
