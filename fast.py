@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import reference
 from reference import _starts, document_positions, mlstm_denominator, mlstm_state
 
 BLOCK = 64  # queries per block of `attend`, steps per chunk of `mlstm`
@@ -25,14 +26,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, windo
     """reference.attend, block by block: a block of queries reads only the keys its window can reach."""
     B, T, H, D = q.shape
     Hk, R = k.shape[2], H // k.shape[2]
-    if sink is None and segment is None and not return_lse and (window is None or window >= T):
+    if sink is None and q_keep is None and segment is None and not return_lse and (window is None or window >= T):
         o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=H != Hk)
         return o.transpose(1, 2)
     W = T if window is None else min(window, T)
     C = min(T, max(BLOCK, W // 4))
     if T == 0 or W + C >= T:  # one block sees everything
-        from reference import attend as whole
-        return whole(q, k, v, sink, window=window, keep=keep, segment=segment, q_keep=q_keep, return_lse=return_lse)
+        return reference.attend(q, k, v, sink, window=window, keep=keep, segment=segment, q_keep=q_keep, return_lse=return_lse)
     blocks = -(-T // C)
     reach = W - 1 + C  # keys that a block can see
     position = torch.arange(T, device=q.device).expand(B, T) if segment is None else document_positions(segment)
@@ -48,11 +48,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, windo
     c, j = torch.arange(C, device=q.device)[:, None], torch.arange(reach, device=q.device)[None]
     s = torch.arange(blocks, device=q.device)[:, None, None] * C + j - (W - 1)               # (blocks, 1, reach)
     mask = (((j >= c) & (j <= c + W - 1)) & (s >= 0))[None]                                  # (1, blocks, C, reach)
-    if segment is not None:
-        pad = (W - 1, blocks * C - T)
-        s_segment = F.pad(segment, pad, value=-1).unfold(1, reach, C)
-        t_segment = F.pad(segment, (0, pad[1]), value=-2).reshape(B, blocks, C)
-        mask = mask & (t_segment[..., None] == s_segment[:, :, None])
+    document = None if segment is None else _starts(segment).cumsum(1)
+    if document is not None:
+        s_document = F.pad(document, (W - 1, blocks * C - T), value=-1).unfold(1, reach, C)
+        t_document = F.pad(document, (0, blocks * C - T), value=-2).reshape(B, blocks, C)
+        mask = mask & (t_document[..., None] == s_document[:, :, None])
     if keep:
         s_position = F.pad(position, (W - 1, blocks * C - T), value=keep).unfold(1, reach, C)
         mask = mask & (s_position >= keep)[:, :, None]
@@ -60,8 +60,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, windo
     a = (queries(q) @ keys(k)) * scale                                                       # (B, blocks, Hk, R*C, reach)
     a = a.unflatten(3, (R, C)).masked_fill(~mask[:, :, None, None], -math.inf).flatten(3, 4)  # (2)
     if keep:
-        sinks, k_sink, v_sink = _sink_mask(position, segment, keep, blocks * C), k, v
-        if segment is None:
+        sinks, k_sink, v_sink = _sink_mask(position, document, keep, blocks * C), k, v
+        if document is None:
             sinks, k_sink, v_sink = sinks[:, :, :keep], k[:, :keep], v[:, :keep]
         b = (queries(q if q_keep is None else q_keep) @ k_sink.permute(0, 2, 3, 1)[:, None]) * scale
         sinks = sinks.unflatten(1, (blocks, C))
@@ -83,13 +83,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, windo
     return (o, lse) if return_lse else o
 
 
-def _sink_mask(position: Tensor, segment: Tensor | None, keep: int, rows: int) -> Tensor:
+def _sink_mask(position: Tensor, document: Tensor | None, keep: int, rows: int) -> Tensor:
     """(B, rows, T) bool: key s is a sink of query t's document, at or before t. Rows past T see nothing."""
     B, T = position.shape
     index = torch.arange(T, device=position.device)
     mask = (position < keep)[:, None] & (index[:, None] >= index)
-    if segment is not None:
-        mask = mask & (segment[:, :, None] == segment[:, None])
+    if document is not None:
+        mask = mask & (document[:, :, None] == document[:, None])
     return F.pad(mask, (0, 0, 0, rows - T))
 
 
@@ -126,8 +126,10 @@ def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, state: tuple
             fresh = d != before  # the state before this chunk belongs to another document; an empty one has m0
             since = torch.where(causal, log_f[:, :, None, a:b], 0).sum(-1)
             old = torch.where(fresh, since + m0, old)
-        e = torch.where(causal, Fs[..., :, None] - Fs[..., None, :], 0) + i_[..., None, :]
-        e = e.masked_fill(~causal, -math.inf)
+        # F_t - F_s summed step by step: a difference of two running sums loses what a strong decay swallows
+        steps = causal.tril(-1)
+        between = torch.where(steps, log_f[:, :, a:b, None], 0).cumsum(-2)
+        e = (between + i_[..., None, :]).masked_fill(~causal, -math.inf)
         m_ = torch.maximum(old, e.amax(-1))                                                  # (4')
         shift = m_.masked_fill(m_ == -math.inf, 0)
         decay, carry = (e - shift[..., None]).exp(), (old - shift).exp()

@@ -189,8 +189,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, windo
     """Causal attention of a whole sequence with a window and sinks: (1), (2), (3).
 
     q (B, T, H, D); k, v (B, T, Hk, D); sink (H): one learned logit per query head; window: W or None for all;
-    keep: N; segment (B, T): numbers of packed documents, which do not see each other; q_keep: see
-    `attend_masked`. Returns o (B, T, H, D), or (o, lse (B, T, H)) with return_lse.
+    keep: N; segment (B, T): a new document begins where it changes, and documents do not see each other; q_keep:
+    see `attend_masked`. Returns o (B, T, H, D), or (o, lse (B, T, H)) with return_lse.
     Sources: FlashAttention's window (W-1, 0); StreamingLLM; gpt-oss.
     """
     B, T = q.shape[:2]
@@ -198,10 +198,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, windo
         position = torch.arange(T, device=q.device).expand(B, T)
         mask = visible(position, position, window=window, keep=keep)
     else:
-        position = document_positions(segment)
+        position, document = document_positions(segment), _starts(segment).cumsum(1)
         index = torch.arange(T, device=q.device)
         mask = visible(position, position, window=window, keep=keep) & (index[:, None] >= index)
-        mask &= segment[:, :, None] == segment[:, None, :]
+        mask &= document[:, :, None] == document[:, None, :]
     o, lse = attend_masked(q, k, v, mask, sink, q_keep=q_keep, kept=position < keep)
     return (o, lse) if return_lse else o
 
@@ -338,6 +338,8 @@ def parse_row(name: str, settings: list[str]) -> Variant:
             value = {"none": None, "true": True, "false": False}.get(value.lower(), int(value) if kind is int else value)
         except ValueError:
             raise UserError(f"--row {setting}: {field} is a whole number") from None
+        if kind is bool and not isinstance(value, bool) and (field, value) != ("window", None):
+            raise UserError(f"--row {setting}: {field} is true or false" + (" or none" if field == "window" else ""))
         row = dataclasses.replace(row, **{field: value})
     check_variant(row)
     return row
@@ -352,6 +354,10 @@ def check_variant(row: Variant) -> None:
             raise UserError(f"variant {row.name}: {field} {getattr(row, field)!r} is not one of {known}")
     if (row.mix is None) == (row.far is not None and row.window is not False):
         raise UserError(f"variant {row.name}: mix {row.mix!r} needs {'one branch' if row.mix is None else 'two branches'}")
+    if row.window is False and row.far is None:
+        raise UserError(f"variant {row.name}: keeps nothing: it needs a window or a state")
+    if row.far and row.normalizer == "plain" and row.features != "softmax":
+        raise UserError(f"variant {row.name}: normalizer 'plain' needs positive features: features=softmax")
     if row.keep < 0 or (row.window is False and (row.keep or row.learned_sink)):
         raise UserError(f"variant {row.name}: sinks need a window, and keep >= 0")
 
@@ -509,7 +515,7 @@ class Attention(nn.Module):
         """The layer's answer before W_o, (B, T, H, D): what stage I of the distillation matches."""
         B, T, _ = x.shape
         row, D = self.row, self.shape.head_dim
-        q, k, v = (proj(x).view(B, T, -1, D) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (proj(x).unflatten(-1, (-1, D)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.shape.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         near = self.near(q, k, v, context, cache) if row.window is not False else None

@@ -43,7 +43,6 @@ from tasks import (LENGTHS, TRAINING, Text, drill_problem, open_teacher, queue_b
                    read_documents, solve, window_bound)
 from weights import RunWeights, describe, load_weights, read_json, save_weights, write_json, write_whole
 
-CHECKPOINT_EVERY = 25  # steps
 PATIENCE = 5  # non-finite steps in a row before the run stops
 
 
@@ -91,20 +90,25 @@ def stage1_loss(student: Decoder, teacher: Decoder, tokens: Tensor, segment: Ten
     return torch.stack(losses).mean()
 
 
-def distill_loss(student: Decoder, teacher: Decoder, tokens: Tensor, mask: Tensor, segment: Tensor | None,
-                 ce: float) -> Tensor:
-    """(1 - ce) KL(teacher || student) + ce cross entropy, mean over the graded tokens.
+def graded_loss(logits: Tensor, target: Tensor, labels: Tensor, ce: float = 0.0) -> Tensor:
+    """(1 - ce) KL(teacher || student) + ce cross entropy, mean over the M graded tokens; 0 if there are none.
 
-    tokens (B, T+1): the model reads the first T and predicts the last T; mask (B, T) grades the predictions.
+    logits, target: the student's and the teacher's, (M, V); labels (M) the right tokens. Computed in float32 at least.
     """
-    hidden = {"segment": None if segment is None else segment[:, :-1]}
-    logits = student.head(student.hidden(tokens[:, :-1], **hidden)[mask]).float()
+    if not len(logits):
+        return logits.sum()
+    logits, target = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (logits, target))
+    loss = F.kl_div(logits.log_softmax(-1), target.log_softmax(-1), log_target=True, reduction="batchmean")
+    return (1 - ce) * loss + ce * F.cross_entropy(logits, labels) if ce else loss
+
+
+def stage2_loss(student: Decoder, teacher: Decoder, tokens: Tensor, mask: Tensor, segment: Tensor | None, ce: float) -> Tensor:
+    """graded_loss of tokens (B, T+1): the models read the first T and predict the last T; mask (B, T) grades."""
+    segment = None if segment is None else segment[:, :-1]
     with torch.no_grad():
-        target = teacher.head(teacher.hidden(tokens[:, :-1], **hidden)[mask]).float()
-    loss = F.kl_div(logits.log_softmax(-1), target.log_softmax(-1), log_target=True, reduction="sum") / max(len(logits), 1)
-    if ce:
-        loss = (1 - ce) * loss + ce * F.cross_entropy(logits, tokens[:, 1:][mask])
-    return loss
+        target = teacher.head(teacher.hidden(tokens[:, :-1], segment=segment)[mask])
+    logits = student.head(student.hidden(tokens[:, :-1], segment=segment)[mask])
+    return graded_loss(logits, target, tokens[:, 1:][mask], ce)
 
 
 def language_loss(student: Decoder, tokens: Tensor, mask: Tensor) -> Tensor:
@@ -149,8 +153,8 @@ class Run:
         given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe)}
         self.recipe = dataclasses.replace(preset, **{k: v for k, v in given.items() if v is not None})
         self.row = parse_row(args.variant, args.row)
-        if args.teacher == "none" and (args.window or args.budget):
-            raise UserError("--teacher none trains full attention: it takes no --budget and no --window")
+        if args.teacher == "none" and (args.variant != "full" or args.window or args.budget):
+            raise UserError("--teacher none makes a teacher: give it --variant full, and no --budget or --window")
         if self.task == "queue" and args.data:
             raise UserError("--data belongs to a text teacher: add --teacher smollm2 or --teacher DIR")
         self.device = pick_device(args.device)
@@ -261,7 +265,7 @@ class Run:
             elif stage == "I":
                 loss = stage1_loss(self.student, self.teacher, tokens, segment)
             else:
-                loss = distill_loss(self.student, self.teacher, tokens, mask, segment, self.args.ce)
+                loss = stage2_loss(self.student, self.teacher, tokens, mask, segment, self.args.ce)
         return loss, tokens[:, 1:].numel()
 
     # -- checkpoints
@@ -334,7 +338,7 @@ class Run:
                 if bad == PATIENCE:
                     raise UserError(f"loss or gradient was not finite {PATIENCE} times in a row at step {step}: the last good "
                                     f"checkpoint is in {self.out / 'checkpoint'}; try a smaller --lr")
-                if bad == 0 and ((step + 1) % CHECKPOINT_EVERY == 0 or interrupted.seen):
+                if bad == 0 and ((step + 1) % self.args.checkpoint_every == 0 or interrupted.seen):
                     self.save(step + 1, optimizers, skipped)
                 if interrupted.seen:
                     return False
@@ -405,13 +409,13 @@ def peak_memory() -> int:
 
 
 def evaluate_queue(run: Run) -> dict:
-    """Answer 200 problems of each length and say what decoding held."""
+    """Answer problems of each length and say what decoding held."""
     result, held = {"lengths": {}}, 0
     for n in tqdm(LENGTHS, desc="answers", unit="length", leave=False):
-        problems = queue_problems(200, n)
+        problems = queue_problems(run.args.problems, n)
         outcomes, held = solve(run.student, problems)
         bound = None if run.student.window is None else float(np.mean([window_bound(p, run.student.window) for p in problems]))
-        result["lengths"][n] = {"n": len(problems), "exact": float(np.mean([o.exact for o in outcomes])),
+        result["lengths"][str(n)] = {"n": len(problems), "exact": float(np.mean([o.exact for o in outcomes])),
                                 "truncated": int(sum(o.truncated for o in outcomes)), "window_bound": bound}
     return result | {"bytes_per_layer": held}
 
@@ -419,10 +423,10 @@ def evaluate_queue(run: Run) -> dict:
 def report_queue(run: Run, result: dict) -> None:
     """The table, one answer, the memory, the next commands."""
     teacher = {} if run.source is None else read_json(run.source.path / "metrics.json")["lengths"]
-    print(f"\nexact match, 200 problems a length, greedy\n{'answer tokens':>16} {'student %':>10} {'cut off':>8}"
+    print(f"\nexact match, {result['lengths']['2']['n']} problems a length, greedy\n{'answer tokens':>16} {'student %':>10} {'cut off':>8}"
           f" {'teacher %':>10} {'window bound %':>15}")
     for n, r in result["lengths"].items():
-        cell = "-" if str(n) not in teacher else f"{100 * teacher[str(n)]['exact']:.1f}"
+        cell = "-" if n not in teacher else f"{100 * teacher[n]['exact']:.1f}"
         bound = "-" if r["window_bound"] is None else f"{100 * r['window_bound']:.1f}"
         print(f"{10 * int(n) + 1:>16} {100 * r['exact']:>10.1f} {r['truncated']:>8} {cell:>10} {bound:>15}")
     if run.student.window:
@@ -536,10 +540,13 @@ def main() -> None:
     where = parser.add_argument_group("where")
     where.add_argument("--out", help="run folder (default runs/VARIANT)")
     where.add_argument("--resume", action="store_true", help="continue the run in --out")
+    where.add_argument("--checkpoint-every", type=int, default=25, metavar="STEPS")
+    where.add_argument("--problems", type=int, default=200, help="problems of each length to answer at the end (default 200)")
     where.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     where.add_argument("--ops", choices=("fast", "reference"), default="fast")
     args = parser.parse_args()
-    for flag, least in (("budget", 1), ("window", 1), ("steps", 1), ("stage1_steps", 0), ("batch", 1), ("length", 2), ("seed", 0)):
+    for flag, least in (("budget", 1), ("window", 1), ("steps", 1), ("stage1_steps", 0), ("batch", 1), ("length", 2), ("seed", 0),
+                        ("checkpoint_every", 1), ("problems", 1)):
         if getattr(args, flag) is not None and getattr(args, flag) < least:
             raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least {least}")
     raise SystemExit(run_command(args))

@@ -8,6 +8,7 @@ is refused by name, before anything is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -451,7 +452,8 @@ def write_whole(path: Path, write) -> None:
             os.fsync(stream.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save and safetensors wrap a full disk
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder itself may be what is wrong
+            temporary.unlink(missing_ok=True)
         raise UserError(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
 
 

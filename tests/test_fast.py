@@ -221,3 +221,14 @@ def test_decoder_on_fast_ops(row):
     (exact, cache), (got, cache2) = (read_pieces(model, tokens, 67) for model in models)
     close(got, exact)
     same_cache(cache2, cache)
+
+
+@pytest.mark.parametrize("module", [reference, fast])
+def test_segment_numbers_may_come_back(module):
+    """A document begins where the number changes, whatever numbers came before."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 150, h, 8, dtype=torch.float64) for h in (4, 2, 2))
+    lengths = (40, 70, 40)
+    again, apart = (torch.tensor(numbers).repeat_interleave(torch.tensor(lengths))[None] for numbers in ([3, 1, 3], [0, 1, 2]))
+    for options in (dict(window=20), dict(window=5, keep=2), dict()):
+        assert torch.equal(module.attend(q, k, v, segment=again, **options), module.attend(q, k, v, segment=apart, **options))
