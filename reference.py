@@ -85,7 +85,7 @@ QWEN3_4B = Shape("qwen3-4b", layers=36, width=2560, heads=32, kv_heads=8, head_d
 SMOLLM2_135M = Shape("smollm2", layers=30, width=576, heads=9, kv_heads=3, head_dim=64, ffn=1536, vocab=49152,
                      rope_theta=1e5, max_position=8192, norm_eps=1e-5, qk_norm=False,
                      qkv_bias=False, output_bias=False, mlp_bias=False, tied=True)
-MINI = Shape("mini", layers=3, width=128, heads=8, kv_heads=2, head_dim=16, ffn=256, vocab=400,
+MINI = Shape("mini", layers=3, width=128, heads=8, kv_heads=2, head_dim=16, ffn=256, vocab=352,
              rope_theta=1e4, max_position=1024, norm_eps=1e-6, qk_norm=True,
              qkv_bias=False, output_bias=False, mlp_bias=False, tied=True)
 PRESETS = {s.name: s for s in (QWEN3_4B, MINI, SMOLLM2_135M)}
@@ -283,7 +283,8 @@ class Variant:
             features: 'l2' (phi(x) = l2norm(W x)), 'softmax' ([P]: softmax(W x)), 'identity'; W one D x D map per
             head, identity at the start. normalizer: see `mlstm`. far_rotary: rotate q and k before phi.
             q and k enter after the q/k norm; i and f are linear in the layer's input x, as in [P].
-    mix     None, or 'gate': o = g far + (1-g) near, g = sigmoid([q; k; v] w + b) per query head ([P]).
+    mix     None, or 'gate': o = g far + (1-g) near, g = sigmoid([q; k; v] w + b) per query head ([P]),
+            w = 0 and b = gate_bias at the start.
     strict  the window fits the budget with every byte counted, not the matrix states alone.
     """
 
@@ -513,17 +514,18 @@ class Attention(nn.Module):
 
     def read(self, x: Tensor, context: Context, cache: dict[str, Tensor] | None = None) -> Tensor:
         """The layer's answer before W_o, (B, T, H, D): what stage I of the distillation matches."""
-        B, T, _ = x.shape
-        row, D = self.row, self.shape.head_dim
-        q, k, v = (proj(x).unflatten(-1, (-1, D)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if self.shape.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+        row, (q, k, v) = self.row, self.qkv(x)
         near = self.near(q, k, v, context, cache) if row.window is not False else None
         far = self.far(x, q, k, v, context, cache) if row.far else None
         if row.mix is None:
             return near if far is None else far
         g = self.gate(q, k, v)[..., None]
         return g * far + (1 - g) * near
+
+    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, T, H, D), k and v (B, T, Hk, D) of x (B, T, E): after the q/k norm, before rotary."""
+        q, k, v = (proj(x).unflatten(-1, (-1, self.shape.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        return (self.q_norm(q), self.k_norm(k), v) if self.shape.qk_norm else (q, k, v)
 
     def near(self, q, k, v, context, cache):
         """The window and the sinks. With a cache, keys and values are rounded to its dtype before any use, so

@@ -8,13 +8,13 @@ y = table[x], pushes y at the back, and writes one line: steps left, x, y, the o
 
     table a f f c c d d a
     queue a c d d f a c a
-    steps 2
+    steps
+    2
     2 a f c d d f a c a
     1 c d d d f a c a f
     done
 
-(The prompt stands on one line in the real text up to each keyword; every word is one token.) Prompt: 2K + 12
-tokens; answer: 10 n + 1. The symbol y was last written next to x some lines ago, or only in the table: a window
+The prompt ends with the number of steps; every word is one token. Prompt: 2K + 12 tokens; answer: 10 n + 1. The symbol y was last written next to x some lines ago, or only in the table: a window
 of W tokens sees about W/10 lines.
 """
 
@@ -68,7 +68,7 @@ def queue_problem(rng: np.random.Generator, steps: int, symbols: int | None = No
     table = dict(zip(keys, (keys[j] for j in rng.permutation(K))))
     queue = [keys[j] for j in rng.integers(0, K, REGISTERS)]
     prompt = ("table " + " ".join(f"{x} {y}" for x, y in table.items())
-              + "\nqueue " + " ".join(queue) + f"\nsteps {steps}")
+              + "\nqueue " + " ".join(queue) + f"\nsteps\n{steps}")
     lines, popped = [], []
     for left in range(steps, 0, -1):
         x, *queue = queue
@@ -89,7 +89,7 @@ def drill_problem(rng: np.random.Generator, queries: int) -> Problem:
 
 
 _WORDS = (["table"] + [f" {s}" for s in SYMBOLS] + ["\nqueue", "\nsteps", "\ndrill", "\ndone"]
-          + [f" {n}" for n in range(1, MAX_STEPS + 1)] + [f"\n{n}" for n in range(1, MAX_STEPS + 1)])
+          + [f"\n{n}" for n in range(1, MAX_STEPS + 1)])
 _RANKS = {bytes([b]): b for b in range(256)} | {w.encode(): 256 + j for j, w in enumerate(_WORDS)}
 
 
@@ -174,6 +174,39 @@ def solve(model: Decoder, problems: list[Problem], *, batch: int = 200) -> tuple
             text = tokenizer.decode(ids)
             outcomes.append(Outcome(text, text == problem.answer, ids[-1] not in tokenizer.stop))
     return outcomes, held
+
+
+def boxed(text: str) -> str | None:
+    r"""What stands in the last \boxed{...}, braces matched; None if there is none or the last one is not closed.
+
+    Give it the model's answer alone: a \boxed in the prompt is not the model's.
+    """
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth, first = 0, start + len("\\boxed{")
+    for j in range(first - 1, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[j], 0)
+        if depth == 0:
+            return text[first:j].strip()
+    return None
+
+
+def same_answer(answer: str | None, target: str) -> bool:
+    """Whether two short answers agree: as integers where both are (070, 70 and 70. are one number), else as text."""
+    if answer is None:
+        return False
+
+    def plain(text):
+        text = text.strip().strip("$").strip().rstrip(".")
+        return int(text) if re.fullmatch(r"[+-]?[0-9]+", text) else text
+
+    return plain(answer) == plain(target)
+
+
+def grade_boxed(text: str, target: str, truncated: bool) -> Outcome:
+    """Grade a written-out solution by its last box (AIME, HMMT, GSM8K-style). Cut off is wrong."""
+    return Outcome(text, not truncated and same_answer(boxed(text), target), truncated)
 
 
 # ----------------------------------------------------------------------------- tokenizers

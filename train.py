@@ -38,7 +38,8 @@ from tqdm import tqdm
 
 import fast
 import reference
-from reference import BUDGET, MINI, VARIANTS, Decoder, Parser, UserError, build, cli, is_new, memory_row, parse_row, use_cores
+from reference import (BUDGET, MINI, VARIANTS, Decoder, Parser, UserError, build, cli, is_new, memory_row, parse_row,
+                       rotate, use_cores)
 from tasks import (LENGTHS, TRAINING, Text, drill_problem, open_teacher, queue_batch, queue_problem, queue_problems,
                    read_documents, solve, window_bound)
 from weights import RunWeights, describe, load_weights, read_json, save_weights, write_json, write_whole
@@ -59,15 +60,19 @@ class Recipe:
     lr1: float  # stage I: new parameters
     lr: float  # stage II: the teacher's parameters
     lr_new: float  # stage II: new parameters
+    gate_bias: float  # where every mixing gate starts: sigmoid(gate_bias) of the answer is the state's
+    sink_start: str  # where every learned sink starts: 'zero', or 'teacher' (see start_sinks)
     length: int = 1024  # tokens of a stretch of text
 
 
 RECIPES = {
-    "mini": Recipe(stage1_steps=60, steps=450, batch=12, lr1=1e-2, lr=1e-3, lr_new=3e-3),
-    "none": Recipe(stage1_steps=0, steps=3000, batch=13, lr1=0, lr=3e-3, lr_new=0),
-    "text": Recipe(stage1_steps=20, steps=60, batch=2, lr1=1e-2, lr=5e-5, lr_new=2e-3),
+    "mini": Recipe(stage1_steps=30, steps=450, batch=8, lr1=1e-2, lr=1e-3, lr_new=3e-3,
+                   gate_bias=1, sink_start="zero"),
+    "none": Recipe(stage1_steps=0, steps=2000, batch=13, lr1=0, lr=3e-3, lr_new=0, gate_bias=0, sink_start="zero"),
+    "text": Recipe(stage1_steps=20, steps=60, batch=2, lr1=1e-2, lr=5e-5, lr_new=2e-3,
+                   gate_bias=-3, sink_start="teacher"),
 }
-DRILLS = 400  # first steps of a teacher's training: look-ups alone; without them they stay at chance
+DRILLS = 300  # first steps of a teacher's training: look-ups alone; without them they stay at chance
 MUON_LR = 0.02
 
 
@@ -116,14 +121,42 @@ def language_loss(student: Decoder, tokens: Tensor, mask: Tensor) -> Tensor:
     return F.cross_entropy(student.head(student.hidden(tokens[:, :-1])[mask]), tokens[:, 1:][mask])
 
 
+# ----------------------------------------------------------------------------- the start
+
+
+@torch.no_grad()
+def start(student: Decoder, teacher: Decoder, recipe: Recipe, tokens: Tensor | None) -> None:
+    """Set the new parameters that the recipe says where to start: mixing gates and learned sinks."""
+    for layer in student.layers:
+        if student.row.mix == "gate":
+            layer.self_attn.mix_gate["bias"].fill_(recipe.gate_bias)
+    if student.row.learned_sink and recipe.sink_start == "teacher":
+        start_sinks(student, teacher, tokens)
+
+
+def start_sinks(student: Decoder, teacher: Decoder, tokens: Tensor) -> None:
+    """Each learned sink starts at the mean logit that the teacher's head gives to the first token.
+
+    A pretrained model rests its unused attention on the first token, whose value is small; when the window loses that
+    token, a logit of the same height without a value stands in for it. tokens (B, T).
+    """
+    context, x = teacher.context(tokens), teacher.embed_tokens(tokens)
+    for theirs, ours in zip(teacher.layers, student.layers):
+        q, k, _ = theirs.self_attn.qkv(theirs.input_layernorm(x))
+        q, k = rotate(q, context.rotary), rotate(k, context.rotary)
+        first = k[:, :1].repeat_interleave(q.shape[2] // k.shape[2], dim=2)                      # (B, 1, H, D)
+        ours.self_attn.sink.copy_((q * first).sum(-1)[:, 1:].float().mean((0, 1)) * q.shape[-1] ** -0.5)
+        x = theirs(x, context)
+
+
 # ----------------------------------------------------------------------------- data
 
 
 def queue_step(seed: int, step: int, recipe: Recipe, curriculum: bool) -> tuple[Tensor, Tensor]:
     """Batch `step` of the queue machine: tokens (B, T+1) and the graded predictions (B, T).
 
-    All problems of a step have the same number of steps n, half the time uniform in 1..60, half the time
-    log-uniform; K is uniform in 2..16. The tokens of a step are about batch * 645 whatever n is. With `curriculum`
+    The problems of a step have about the same number of steps, n to n-3 within 1..60; n is half the time uniform in
+    1..63, half the time log-uniform; K is uniform in 2..16. The tokens of a step are about batch * 645 whatever n is. With `curriculum`
     (a teacher): drills alone at first and in a tenth of the later steps, and n grows to 60.
     """
     rng = np.random.default_rng([seed, TRAINING, step])
@@ -134,8 +167,8 @@ def queue_step(seed: int, step: int, recipe: Recipe, curriculum: bool) -> tuple[
         top = 60
         if curriculum:
             top = min(60, max(2, int(60 * (step - DRILLS) / (0.4 * recipe.steps))))
-        n = int(rng.integers(1, top + 1)) if rng.random() < 0.5 else round(math.exp(rng.uniform(0, math.log(top))))
-        problems = [queue_problem(rng, n) for _ in range(max(1, tokens // (32 + 10 * n)))]
+        n = int(rng.integers(1, top + 4)) if rng.random() < 0.5 else round(math.exp(rng.uniform(0, math.log(top + 3))))
+        problems = [queue_problem(rng, n) for n in np.clip(n - rng.integers(0, 4, max(1, tokens // (32 + 10 * n))), 1, top)]
     rows, mask = queue_batch(problems)
     return torch.from_numpy(rows), torch.from_numpy(mask[:, 1:])
 
@@ -221,6 +254,12 @@ class Run:
             self.text = Text(documents, self.tokenizer, self.recipe.length)
             print(f"data: {len(documents)} documents, {len(self.text.tokens):,} tokens, "
                   f"{len(self.text.tokens) - self.text.held_out:,} of them held out")
+        if self.teacher is not None:
+            self.start(self.student)
+
+    def start(self, student: Decoder) -> None:
+        """The recipe's start for a student that holds the teacher's weights."""
+        start(student, self.teacher, self.recipe, self.batch(0, "I")[0])
 
     def stages(self) -> list[str]:
         """The stage of every step."""
@@ -249,16 +288,18 @@ class Run:
                 group["peak"] = group["lr"]
         return groups
 
-    def loss(self, step: int, stage: str) -> tuple[Tensor, int]:
-        """The loss of a step and how many tokens it read."""
+    def batch(self, step: int, stage: str) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The data of a step: tokens (B, T+1), graded predictions (B, T), documents (B, T+1) or None."""
         if self.task == "queue":
             tokens, mask = queue_step(self.args.seed, step, self.recipe, curriculum=stage == "language")
-            segment = None
-        else:
-            rng = np.random.default_rng([self.args.seed, TRAINING, step])
-            tokens, segment = (torch.from_numpy(x).long().to(self.device) for x in self.text.batch(rng, self.recipe.batch))
-            mask = segment[:, 1:] == segment[:, :-1]
-        tokens, mask = tokens.to(self.device), mask.to(self.device)
+            return tokens.to(self.device), mask.to(self.device), None
+        rng = np.random.default_rng([self.args.seed, TRAINING, step])
+        tokens, segment = (torch.from_numpy(x).long().to(self.device) for x in self.text.batch(rng, self.recipe.batch))
+        return tokens, segment[:, 1:] == segment[:, :-1], segment
+
+    def loss(self, step: int, stage: str) -> tuple[Tensor, int]:
+        """The loss of a step and how many tokens it read."""
+        tokens, mask, segment = self.batch(step, stage)
         with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
             if stage == "language":
                 loss = language_loss(self.student, tokens, mask)
@@ -469,6 +510,7 @@ def evaluate_text(run: Run) -> dict:
     for name, model in tqdm((models | {f"{run.row.name}, trained": run.student}).items(), desc="held-out text", leave=False):
         if "untrained" in name:
             load_weights(model.to(run.device), run.source)
+            run.start(model)
         result[name] = {"all": held_out_loss(model, run.text, 0), f"{past}:": held_out_loss(model, run.text, past)}
     return {"held_out_loss": result}
 
@@ -535,6 +577,8 @@ def main() -> None:
     how.add_argument("--lr", type=float, help="peak rate of the teacher's parameters in stage II")
     how.add_argument("--lr-new", type=float, help="peak rate of the new parameters in stage II")
     how.add_argument("--lr1", type=float, help="peak rate of stage I")
+    how.add_argument("--gate-bias", type=float, help="where mixing gates start")
+    how.add_argument("--sink-start", choices=("zero", "teacher"), help="where learned sinks start")
     how.add_argument("--ce", type=float, default=0.0, help="share of cross entropy in stage II (default 0)")
     how.add_argument("--seed", type=int, default=0)
     where = parser.add_argument_group("where")

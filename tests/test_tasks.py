@@ -4,11 +4,14 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
+import fast
 import tasks
 from reference import MINI, UserError, build
 from tasks import (DONE, LENGTHS, Text, drill_problem, open_teacher, queue_batch, queue_problem, queue_problems,
                    queue_tokenizer, read_documents, solve, window_bound)
+from weights import load_weights
 
 
 def run_machine(prompt: str) -> str:
@@ -91,25 +94,55 @@ def test_window_bound(window):
 def test_shipped_teacher_answers():
     """The teacher in assets/ writes 601 tokens right at least 95 times in 100; its metrics file is not taken on trust."""
     source, _ = open_teacher("mini")
-    from weights import load_weights
-    model = build(source.model_shape, "full")
+    model = build(source.model_shape, "full", ops=fast)
     load_weights(model, source)
     for steps, count in ((2, 40), (60, 40)):
         outcomes, held = solve(model.eval(), queue_problems(count, steps))
         assert np.mean([o.exact for o in outcomes]) >= 0.9
         assert not any(o.truncated for o in outcomes)
+    for steps in range(1, 61):  # every number of steps: a teacher once knew them all but 16
+        tokens, mask = map(torch.from_numpy, queue_batch(queue_problems(4, steps, seed=1)))
+        with torch.no_grad():
+            right = model(tokens[:, :-1]).argmax(-1) == tokens[:, 1:]
+        assert right[mask[:, 1:]].float().mean() > 0.98, steps
     metrics = json.loads((source.path / "metrics.json").read_text())
     assert metrics["lengths"]["60"]["exact"] >= 0.95
 
 
 def test_solve_counts_what_is_cut_off():
     model = build(MINI, "swa")
-    with __import__("torch").no_grad():
+    with torch.no_grad():
         for p in model.parameters():
             p.zero_()  # always token 0: never done
     outcomes, held = solve(model, queue_problems(3, 2))
     assert all(o.truncated and not o.exact for o in outcomes)
     assert held == 72 * 128
+
+
+@pytest.mark.parametrize("text, inside", [
+    (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+    (r"first \boxed{3}, no: \boxed{ 4 }", "4"),
+    (r"\boxed{x_{a_{b}}} and {more}", "x_{a_{b}}"),
+    ("the answer is 4", None),
+    (r"\boxed{12", None),
+    (r"\boxed{3} then cut \boxed{\frac{1}", None),
+    ("", None),
+])
+def test_boxed(text, inside):
+    assert tasks.boxed(text) == inside
+
+
+def test_grades():
+    for same in ("070", "70", "70.", " $70$ ", "+70"):
+        assert tasks.same_answer(same, "70") and tasks.same_answer("70", same)
+    for other in ("7", "700", "70.5", "seventy", "", None):
+        assert not tasks.same_answer(other, "70")
+    assert tasks.same_answer(r"\frac{1}{2}", r"\frac{1}{2}")
+    prompt, answer = r"Put it in \boxed{70}. ", r"It is \boxed{71}"
+    assert not tasks.grade_boxed(answer, "70", truncated=False).exact, "the prompt's box is not the answer"
+    assert tasks.grade_boxed(answer, "071", truncated=False).exact
+    cut = tasks.grade_boxed(answer, "71", truncated=True)
+    assert not cut.exact and cut.truncated
 
 
 @pytest.mark.parametrize("call, words", [

@@ -273,3 +273,40 @@ def test_parameters_are_new_or_the_teachers():
     for name in ("bifocal", "mlstm", "swa_learned_sink"):
         names = {n for n, _ in build(MINI, name).named_parameters()}
         assert {n for n in names if not is_new(n)} == teacher and any(map(is_new, names))
+
+
+def test_hugging_face_folder(tmp_path):
+    """A Qwen3 folder as `transformers` saves it, text from a file: both stages, then eval.py text."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    text = tmp_path / "data.txt"
+    text.write_text((ROOT / "reference.py").read_text())
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = byte_level
+    tokenizer.train([str(text)], tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=byte_level.alphabet(), show_progress=False))
+    folder = tmp_path / "qwen3"
+    config = transformers.Qwen3Config(hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=6,
+                                      num_key_value_heads=2, head_dim=8, vocab_size=420, max_position_embeddings=99)
+    torch.manual_seed(0)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    without = run("--teacher", folder, "--data", text, "--out", tmp_path / "never")
+    assert without.returncode == 2 and "tokenizer.json" in without.stderr
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+    out = tmp_path / "run"
+    args = ["--teacher", folder, "--data", text, "--length", 40, "--budget", 20, *TINY, "--out", out]
+    done = run("--variant", "bifocal", *args)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])["held_out_loss"]
+    assert list(result) == ["teacher", "swa_sink_tokens, untrained", "bifocal, untrained", "bifocal, trained"]
+    assert all(0 < loss < 20 for losses in result.values() for loss in losses.values())
+    assert json.loads((out / "config.json").read_text())["window"] == 12
+    read = subprocess.run([sys.executable, str(ROOT / "eval.py"), "text", out, "--text", text, "--length", "90", "--ranges", "0:"],
+                          capture_output=True, text=True)
+    assert read.returncode == 0, read.stderr
+    assert json.loads(read.stdout.splitlines()[-1])["window"] == 12
+    cut = folder / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-100])
+    broken = run("--variant", "bifocal", *args, "--out", tmp_path / "other")
+    assert broken.returncode == 2 and "cut short" in broken.stderr and broken.stderr.count("\n") == 1
