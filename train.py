@@ -66,7 +66,7 @@ class Recipe:
 
 
 RECIPES = {
-    "mini": Recipe(stage1_steps=30, steps=450, batch=8, lr1=1e-2, lr=1e-3, lr_new=3e-3,
+    "mini": Recipe(stage1_steps=30, steps=250, batch=8, lr1=1e-2, lr=1e-3, lr_new=3e-3,
                    gate_bias=1, sink_start="zero"),
     "none": Recipe(stage1_steps=0, steps=2000, batch=13, lr1=0, lr=3e-3, lr_new=0, gate_bias=0, sink_start="zero"),
     "text": Recipe(stage1_steps=20, steps=60, batch=2, lr1=1e-2, lr=5e-5, lr_new=2e-3,
