@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import fast
-from reference import VARIANTS, Parser, UserError, build, cli, parse_row, use_cores
+from reference import VARIANTS, Parser, UserError, build, cli, parse_row, pick_device, use_cores
 from tasks import LENGTHS, open_teacher, queue_problems, read_text, solve, window_bound
 from weights import load_run, load_weights
 
@@ -54,8 +54,10 @@ def paired_bootstrap(a: np.ndarray, b: np.ndarray, seed: int = 0) -> tuple[float
 
 def answers(args) -> dict:
     """Exact match by answer length of every run on the same problems, and paired differences."""
-    lengths = [positive("--lengths", n) for n in args.lengths.split(",")] if args.lengths else list(LENGTHS)
+    lengths = list(dict.fromkeys(positive("--lengths", n) for n in args.lengths.split(","))) if args.lengths else list(LENGTHS)
     positive("--problems", args.problems)
+    if args.seed < 0:
+        raise UserError(f"--seed {args.seed}: must be at least 0")
     problems = {n: queue_problems(args.problems, n, args.seed, args.symbols) for n in lengths}
     runs, outcomes = [], {}
     for folder in args.runs:
@@ -111,17 +113,18 @@ def text(args) -> dict:
     if args.start < 0 or args.length < 2:
         raise UserError(f"--start {args.start} --length {args.length}: start at 0 or later and read at least 2 tokens")
     content = read_text(args.text)
+    splitter = args.splitter or ("smollm" if args.run else "gpt2")
     ranges = [parse_range(r) for r in args.ranges.split(",")]
     if args.run:
         model, source = load_run(args.run, fast, args.device)
         if source.config.get("task") != "text":
             raise UserError(f"{args.run}: trained on the queue machine, not on text: use eval.py answers {args.run}")
         teacher = source.config["teacher"]
-        tokenizer = open_teacher(teacher, args.splitter)[1]
+        tokenizer = open_teacher(teacher, splitter)[1]
         name = Path(args.run).name
     else:
         teacher = args.teacher
-        source, tokenizer = open_teacher(teacher, args.splitter)
+        source, tokenizer = open_teacher(teacher, splitter)
         settings = args.row + ([] if args.sinks is None else [f"keep={args.sinks}"])
         row = parse_row(args.variant, settings)
         model = build(source.model_shape, row, args.budget, args.window, fast).to(args.device)
@@ -140,15 +143,15 @@ def text(args) -> dict:
     print(f"{name}: window {'all' if model.window is None else model.window}, sinks {model.row.keep}; "
           f"tokens {args.start} to {args.start + len(tokens) - 1} of {args.text}")
     if teacher == "smollm2":
-        print(f"splitter {args.splitter}: " + ("that of NOTES.md's table; the model's own is --splitter smollm"
-                                               if args.splitter == "gpt2" else "the model's own"))
+        print(f"splitter {splitter}: " + ("that of NOTES.md's table; the model's own is --splitter smollm"
+                                               if splitter == "gpt2" else "the model's own"))
     print(f"{'positions':<16}{'tokens':>8}{'mean loss':>12}")
     for label, a, b in ranges:
         part = losses[a:b]
         result[label] = part.mean().item() if len(part) else None  # a range past the text's end
         print(f"{label:<16}{len(part):>8}" + (f"{result[label]:>12.4f}" if len(part) else f"{'-':>12}"))
     return {"name": name, "variant": model.row.name, "window": model.window, "keep": model.row.keep,
-            "start": args.start, "length": len(tokens), "splitter": args.splitter if teacher == "smollm2" else None,
+            "start": args.start, "length": len(tokens), "splitter": splitter if teacher == "smollm2" else None,
             "loss": result}
 
 
@@ -184,6 +187,7 @@ def main() -> None:
     a.add_argument("--problems", type=int, default=200, help="problems of each length")
     a.add_argument("--lengths", help="steps, such as 2,4,60 (an answer has 10 n + 1 tokens)")
     a.add_argument("--symbols", type=int, help="K; default: 2 to 16 at random")
+    a.add_argument("--seed", type=int, default=0, help="seed of the problems")
     t = commands.add_parser("text", help="mean next-token loss of a text by position")
     t.add_argument("run", nargs="?", metavar="RUN", help="a run folder trained on text; or --teacher and --variant")
     t.add_argument("--text", required=True, metavar="FILE")
@@ -195,13 +199,13 @@ def main() -> None:
     t.add_argument("--row", action="append", default=[], metavar="FIELD=VALUE", help="change a field of the variant's row")
     t.add_argument("--start", type=int, default=0, help="first token to read")
     t.add_argument("--length", type=int, default=2048, help="tokens to read")
-    t.add_argument("--splitter", choices=("gpt2", "smollm"), default="gpt2",
-                   help="how smollm2's text is cut before merging; see NOTES.md, 'Two splitters'")
+    t.add_argument("--splitter", choices=("gpt2", "smollm"),
+                   help="how smollm2's text is cut before merging (default: smollm for a RUN, else gpt2); NOTES.md, 'Two splitters'")
     t.add_argument("--ranges", default="0:512,512:", help="position ranges, FIRST:LAST with commas")
     for p in (a, t):
-        p.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-        p.add_argument("--seed", type=int, default=0)
+        p.add_argument("--device", default="cpu", choices=("auto", "cpu", "cuda"))
     args = parser.parse_args()
+    args.device = pick_device(args.device)
     use_cores()
     result = answers(args) if args.command == "answers" else text(args)
     print(json.dumps(result))

@@ -277,7 +277,7 @@ class Variant:
     """One row: what a layer keeps exactly, what it summarises, how it mixes them.
 
     near    window: True = a window that spends what is left of the budget; False = no softmax branch;
-            None = keep everything. keep: N. learned_sink: one logit per query head, 0 at the start.
+            None = keep everything. keep: N. learned_sink: one logit per query head.
             sink_positions: 'original' (what training with a mask gives) or 'in-cache' (StreamingLLM).
     far     far: the recurrence or None. state_per: 'kv' or 'query', one state per such head.
             features: 'l2' (phi(x) = l2norm(W x)), 'softmax' ([P]: softmax(W x)), 'identity'; W one D x D map per
@@ -359,6 +359,8 @@ def check_variant(row: Variant) -> None:
         raise UserError(f"variant {row.name}: keeps nothing: it needs a window or a state")
     if row.far and row.normalizer == "plain" and row.features != "softmax":
         raise UserError(f"variant {row.name}: normalizer 'plain' needs positive features: features=softmax")
+    if row.keep and row.window is None:
+        raise UserError(f"variant {row.name}: it keeps every token, so keep={row.keep} adds nothing: leave it out")
     if row.keep < 0 or (row.window is False and (row.keep or row.learned_sink)):
         raise UserError(f"variant {row.name}: sinks need a window, and keep >= 0")
 
@@ -421,15 +423,16 @@ def new_parameters(shape: Shape, row: Variant) -> int:
         return shape.layers * sum(p.numel() for n, p in Attention(shape, row, 1).named_parameters() if is_new(n))
 
 
-def memory_row(shape: Shape, row: Variant, budget: int | None) -> dict:
+def memory_row(shape: Shape, row: Variant, budget: int | None, window: int | None = None) -> dict:
     """One line of the memory table, bytes summed over meta tensors of the shapes that decoding allocates.
 
-    The sizes are None for `full`, which has no bound, and where budget is None.
+    The window is the one given, else the one that spends the budget. The sizes are None for `full`, which has no bound,
+    and where neither is given.
     """
     out = {"name": row.name, "window": None, "keep": row.keep, "state": row.state_per if row.far else None,
            "bytes_per_layer": None, "tokens_nominal": None, "tokens_exact": None, "parameters": new_parameters(shape, row)}
-    if row.window is not None and budget is not None:
-        out["window"] = solve_window(shape, row, budget)
+    if row.window is not None and (budget, window) != (None, None):
+        out["window"] = solve_window(shape, row, budget) if budget is not None else window
         cache = layer_cache(shape, row, out["window"], device="meta")
         out |= {"bytes_per_layer": cache_bytes(cache), "tokens_nominal": cache_bytes(cache, "kvC") / token_bytes(shape),
                 "tokens_exact": cache_bytes(cache) / token_bytes(shape)}
@@ -472,8 +475,7 @@ class Context:
     rotary: tuple[Tensor, Tensor]  # at the tokens' positions
     rotary_keep: tuple[Tensor, Tensor] | None  # at min(t, N+W-1): the query's in-cache position
     segment: Tensor | None = None  # (B, T)
-    position: Tensor | None = None  # (B, T), -1 at padded steps; the three below only with a cache
-    slot_position: Tensor | None = None  # (B, N+W): what each slot holds before these tokens
+    position: Tensor | None = None  # (B, T), -1 at padded steps; this and what follows only with a cache
     mask: Tensor | None = None  # (B, T, N+W (+T if T > 1))
     kept: Tensor | None = None  # the mask's key axis: is it a sink?
     write: tuple[Tensor, Tensor, Tensor] | None = None  # (row, slot, step) of every token that enters the ring
@@ -508,12 +510,11 @@ class Attention(nn.Module):
             self.mix_gate = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(H, 3 * D)),
                                               "bias": nn.Parameter(torch.zeros(H))})
 
-    def forward(self, x: Tensor, context: Context, cache: dict[str, Tensor] | None = None) -> Tensor:
-        """x (B, T, E), the normalised block input -> (B, T, E)."""
-        return self.o_proj(self.read(x, context, cache).flatten(2))
-
     def read(self, x: Tensor, context: Context, cache: dict[str, Tensor] | None = None) -> Tensor:
-        """The layer's answer before W_o, (B, T, H, D): what stage I of the distillation matches."""
+        """The layer's answer before W_o, (B, T, H, D), for x (B, T, E), the normalised block input.
+
+        It is what stage I of the distillation matches; the block applies o_proj.
+        """
         row, (q, k, v) = self.row, self.qkv(x)
         near = self.near(q, k, v, context, cache) if row.window is not False else None
         far = self.far(x, q, k, v, context, cache) if row.far else None
@@ -821,6 +822,13 @@ def cli(main) -> None:
     except BrokenPipeError:  # the reader of our output went away: `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
+
+
+def pick_device(name: str) -> torch.device:
+    """--device: auto takes CUDA where there is one. UserError: cuda asked for and absent."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: PyTorch sees no CUDA device here: use --device cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def use_cores() -> None:

@@ -153,7 +153,7 @@ class Outcome:
 
 
 def queue_problems(count: int, steps: int, seed: int = 0, symbols: int | None = None) -> list[Problem]:
-    """The evaluation problems of one length: the same for every model, never met in training."""
+    """The evaluation problems of one length: the same for every model, from a stream of random numbers of their own."""
     rng = np.random.default_rng([seed, EVALUATION, steps])
     return [queue_problem(rng, steps, symbols) for _ in range(count)]
 
@@ -398,9 +398,10 @@ def hf_tokenizer(folder) -> Tokenizer:
         raise UserError(f"{path} is missing: copy tokenizer.json, tokenizer_config.json and "
                         "generation_config.json from the model's page into this folder")
     data = read_json(path)
-    model, vocab = data["model"], data["model"]["vocab"]
-    if model.get("type") != "BPE":
+    model = data.get("model") or {}
+    if model.get("type") != "BPE" or not {"vocab", "merges"} <= model.keys():
         raise UserError(f"{path}: unsupported model {model.get('type')!r}; only byte-level BPE is supported")
+    vocab = model["vocab"]
     for option in ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(option):
             raise UserError(f"{path}: unsupported BPE option {option}={model[option]!r}")
@@ -502,7 +503,7 @@ def read_documents(path=None) -> list[str]:
 def read_lines(path: Path) -> list[str]:
     """The "text" field of every line of a JSON-lines file. UserError names the file and the line that is broken."""
     texts = []
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -554,6 +555,8 @@ def main() -> None:
     parser.add_argument("--symbols", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.seed < 0:
+        raise UserError(f"--seed {args.seed}: must be at least 0")
     problem = queue_problem(np.random.default_rng(args.seed), args.steps, args.symbols)
     encode = queue_tokenizer().encode
     print(problem.prompt + problem.answer)

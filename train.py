@@ -23,6 +23,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
@@ -39,7 +40,7 @@ from tqdm import tqdm
 import fast
 import reference
 from reference import (BUDGET, MINI, VARIANTS, Decoder, Parser, UserError, build, cli, is_new, memory_row, parse_row,
-                       rotate, use_cores)
+                       pick_device, rotate, use_cores)
 from tasks import (LENGTHS, TRAINING, Text, drill_problem, open_teacher, queue_batch, queue_problem, queue_problems,
                    read_documents, solve, window_bound)
 from weights import RunWeights, describe, load_weights, read_json, save_weights, write_json, write_whole
@@ -180,7 +181,7 @@ class Run:
     """One training run in one folder: models, optimiser, data, log and checkpoint."""
 
     def __init__(self, args):
-        self.args, self.out = args, Path(args.out or f"runs/{args.variant}")
+        self.args, self.out = args, Path(args.out or default_out(args))
         self.task = "queue" if args.teacher in ("mini", "none") else "text"
         preset = RECIPES.get(args.teacher, RECIPES["text"])
         given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe)}
@@ -202,7 +203,7 @@ class Run:
         """What config.json holds: everything that shapes the run."""
         a = self.args
         return {
-            "command": f"python train.py {' '.join(sys.argv[1:])}".strip(),
+            "command": f"python train.py {shlex.join(sys.argv[1:])}".strip(),
             "variant": a.variant, "teacher": a.teacher, "task": self.task, "data": a.data, "seed": a.seed,
             "budget": self.budget, "recipe": dataclasses.asdict(self.recipe), "ce": a.ce, "ops": a.ops,
             "device": self.device.type, "threads": torch.get_num_threads(), **describe(self.student),
@@ -222,7 +223,7 @@ class Run:
             for key in mine:
                 if key not in free and old.get(key) != mine[key]:
                     what = key if not isinstance(mine[key], dict) else next(
-                        f"{key} {k}" for k in mine[key] if (old.get(key) or {}).get(k) != mine[key][k])
+                        (f"{key} {k}" for k in mine[key] if (old.get(key) or {}).get(k) != mine[key][k]), key)
                     raise UserError(f"{self.out} holds a run with another {what} ({find(old, what)}, not {find(mine, what)}): "
                                     "choose another --out, or give the same flags")
             if (self.out / "metrics.json").exists():
@@ -233,8 +234,6 @@ class Run:
             raise UserError(f"--out {self.out}: there is something else in the way: choose another --out")
         elif self.args.resume:
             print(f"note: nothing to resume in {self.out}: starting at the beginning")
-        if not (self.out / "config.json").exists():
-            write_json(self.out / "config.json", mine)
         return True
 
     # -- setting up
@@ -332,7 +331,8 @@ class Run:
         optimizers = self.optimizers(stages[step - 1])
         for o, saved in zip(optimizers, state["optimizers"]):
             o.load_state_dict(saved)
-        lines = (self.out / "log.jsonl").read_text().splitlines()[:step]
+        log = self.out / "log.jsonl"
+        lines = log.read_text().splitlines()[:step] if log.exists() else []
         write_whole(self.out / "log.jsonl", lambda p: p.write_text("".join(line + "\n" for line in lines)))
         print(f"resuming {self.out} after step {step} of {len(stages)}")
         return step, optimizers, state["skipped"]
@@ -379,12 +379,17 @@ class Run:
                 if bad == PATIENCE:
                     raise UserError(f"loss or gradient was not finite {PATIENCE} times in a row at step {step}: the last good "
                                     f"checkpoint is in {self.out / 'checkpoint'}; try a smaller --lr")
-                if bad == 0 and ((step + 1) % self.args.checkpoint_every == 0 or interrupted.seen):
+                if (bad == 0 and (step + 1) % self.args.checkpoint_every == 0) or interrupted.seen:
                     self.save(step + 1, optimizers, skipped)
                 if interrupted.seen:
                     return False
         save_weights(self.out / "student.safetensors", self.student)
         return True
+
+
+def default_out(args) -> str:
+    """runs/VARIANT, and the teacher's name behind it unless that is the miniature's."""
+    return f"runs/{args.variant}" + ("" if args.teacher in ("mini", "none") else f"-{Path(args.teacher).resolve().name}")
 
 
 class Interrupt:
@@ -412,13 +417,6 @@ def find(config: dict, what: str):
     for key in what.split(" "):
         config = (config or {}).get(key)
     return config
-
-
-def pick_device(name: str) -> torch.device:
-    """--device: auto takes CUDA where there is one. UserError: cuda asked for and absent."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: PyTorch sees no CUDA device here: use --device cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def git_commit() -> str | None:
@@ -475,20 +473,18 @@ def report_queue(run: Run, result: dict) -> None:
     problem = queue_problems(1, 4)[0]
     outcome = solve(run.student, [problem])[0][0]
     print(f"\none answer ({'right' if outcome.exact else 'wrong'}):\n{problem.prompt}{outcome.text}\n")
-    table = memory_row(run.shape, run.row, run.budget)
     if run.row.window is None:
         print(f"memory: decoding held {result['bytes_per_layer']:,} bytes a layer, and more with every token")
     else:
-        if run.args.window:
-            table = {"tokens_nominal": None}
-        print(f"memory: decoding held {result['bytes_per_layer']:,} bytes a layer"
-              + ("" if run.args.window else f"; the accounting says {table['bytes_per_layer']:,}: {table['tokens_nominal']:.2f} "
-                 f"tokens nominal, {table['tokens_exact']:.2f} with every byte, of a budget of {run.budget}"))
+        table = memory_row(run.shape, run.row, None if run.args.window else run.budget, run.student.window)
+        print(f"memory: decoding held {result['bytes_per_layer']:,} bytes a layer; the accounting says "
+              f"{table['bytes_per_layer']:,}: {table['tokens_nominal']:.2f} tokens nominal, {table['tokens_exact']:.2f} with "
+              "every byte" + ("" if run.args.window else f", of a budget of {run.budget}"))
 
 
 @torch.no_grad()
-def held_out_loss(model: Decoder, text: Text, from_position: int, count: int = 8) -> float:
-    """Mean next-token loss on held-out text at positions >= from_position of its stretches."""
+def held_out_loss(model: Decoder, text: Text, from_position: int, count: int = 8) -> float | None:
+    """Mean next-token loss on held-out text at positions >= from_position of its stretches; None if there are none."""
     total, number = 0.0, 0
     for j in range(count):
         tokens, document = (torch.from_numpy(x[j : j + 1]).long().to(model.embed_tokens.weight.device)
@@ -498,7 +494,7 @@ def held_out_loss(model: Decoder, text: Text, from_position: int, count: int = 8
         mask[:, :from_position] = False
         total += F.cross_entropy(logits[mask], tokens[:, 1:][mask], reduction="sum").item()
         number += int(mask.sum())
-    return total / max(number, 1)
+    return total / number if number else None
 
 
 def evaluate_text(run: Run) -> dict:
@@ -522,7 +518,12 @@ def report_text(run: Run, result: dict) -> None:
     print(f"\nmean next-token loss on held-out text, by position in stretches of {run.recipe.length} tokens")
     print(f"{'':<32}" + "".join(f"{r:>10}" for r in ranges))
     for name, losses in rows.items():
-        print(f"{name:<32}" + "".join(f"{losses[r]:>10.4f}" for r in ranges))
+        print(f"{name:<32}" + "".join(f"{'-':>10}" if losses[r] is None else f"{losses[r]:>10.4f}" for r in ranges))
+
+
+def resume_command(run: Run) -> str:
+    """The command that continues a run."""
+    return run.config()["command"].replace(" --resume", "") + " --resume"
 
 
 def run_command(args) -> int:
@@ -532,15 +533,21 @@ def run_command(args) -> int:
     evaluate, report = (evaluate_queue, report_queue) if run.task == "queue" else (evaluate_text, report_text)
     if run.claim_folder():
         run.prepare()
+        if not (run.out / "config.json").exists():
+            write_json(run.out / "config.json", run.config())
         print(f"{run.row.name}: {run.row.note}; window {run.student.window}, "
               f"{sum(p.numel() for p in run.student.parameters()):,} parameters, "
               f"{sum(p.numel() for n, p in run.student.named_parameters() if is_new(n)):,} of them new; "
               f"{run.device.type}, {args.ops} ops -> {run.out}")
         if not run.train():
-            print(f"interrupted: the state is saved; continue with: {run.config()['command'].replace(' --resume', '')} --resume")
+            print(f"interrupted: the state is saved; continue with: {resume_command(run)}")
             return 130
         run.student.eval()
-        result = evaluate(run)
+        try:
+            result = evaluate(run)
+        except KeyboardInterrupt:
+            print(f"interrupted while answering; the student is whole; go on with: {resume_command(run)}")
+            return 130
         write_json(run.out / "metrics.json", result)
         shutil.rmtree(run.out / "checkpoint", ignore_errors=True)
     else:
@@ -572,7 +579,7 @@ def main() -> None:
     how = parser.add_argument_group("how (defaults depend on the teacher)")
     how.add_argument("--steps", type=int, help="steps of stage II")
     how.add_argument("--stage1-steps", type=int, help="steps of stage I")
-    how.add_argument("--batch", type=int, help="sequences a step")
+    how.add_argument("--batch", type=int, help="sequences a step; of the queue machine, batch * 645 tokens a step")
     how.add_argument("--length", type=int, help="tokens of a stretch of text")
     how.add_argument("--lr", type=float, help="peak rate of the teacher's parameters in stage II")
     how.add_argument("--lr-new", type=float, help="peak rate of the new parameters in stage II")
@@ -590,7 +597,7 @@ def main() -> None:
     where.add_argument("--ops", choices=("fast", "reference"), default="fast")
     args = parser.parse_args()
     for flag, least in (("budget", 1), ("window", 1), ("steps", 1), ("stage1_steps", 0), ("batch", 1), ("length", 2), ("seed", 0),
-                        ("checkpoint_every", 1), ("problems", 1)):
+                        ("checkpoint_every", 1), ("problems", 1), ("lr", 0), ("lr_new", 0), ("lr1", 0), ("ce", 0)):
         if getattr(args, flag) is not None and getattr(args, flag) < least:
             raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least {least}")
     raise SystemExit(run_command(args))

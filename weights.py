@@ -423,7 +423,10 @@ class RunWeights(HFWeights):
             raise UserError(f"{file}: no such file: the run is not finished; go on with train.py ... "
                             f"--out {self.path} --resume")
         self.entries = {name: (file.name, name, tuple(e["shape"])) for name, e in read_header(file).items()}
-        self.opened = {file.name: safe_open(file, "pt")}
+        try:
+            self.opened = {file.name: safe_open(file, "pt")}
+        except SafetensorError as error:
+            raise UserError(f"{file}: not a safetensors file: {error}") from None
 
 
 def load_run(folder, ops=None, device="cpu") -> tuple[Decoder, RunWeights]:
@@ -448,7 +451,7 @@ def write_whole(path: Path, write) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
-        with open(temporary, "rb") as stream:
+        with open(temporary, "r+b") as stream:
             os.fsync(stream.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save and safetensors wrap a full disk

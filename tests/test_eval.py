@@ -133,7 +133,10 @@ def test_mistakes(args, words, tmp_path, monkeypatch, capsys):
     (["--variant", "full"], 2.901),
     (["--variant", "swa", "--window", 512], 3.550),
     (["--variant", "swa_sink_tokens", "--window", 508, "--sinks", 4], 2.976),
+    (["--variant", "swa", "--window", 256], 3.670),
+    (["--variant", "swa_sink_tokens", "--window", 252, "--sinks", 4], 3.096),
     (["--variant", "swa", "--window", 64], 4.362),
+    (["--variant", "swa_sink_tokens", "--window", 60, "--sinks", 4], 3.571),
     (["--variant", "swa_sink_tokens", "--window", 63, "--sinks", 1], 3.543),
 ])
 def test_smollm2_table(args, loss, monkeypatch, capsys):

@@ -653,3 +653,19 @@ def test_generation_errors():
         refused(lambda: generate(model, prompts, 3), "prompt is empty")
     for options in (dict(temperature=-1.0), dict(top_p=0.0), dict(top_p=1.5)):
         refused(lambda: generate(model, PROMPTS, 3, **options), "temperature", "top_p")
+
+
+@every_row
+def test_gradients_show_the_declared_visibility(row):
+    """d answer[t] / d x[s] != 0 exactly where a row's query t sees s: in the window, as a sink, or through the state."""
+    torch.manual_seed(0)
+    steps, model = 2 * W + 5, decoder(row)
+    context = model.context(torch.zeros(1, steps, dtype=torch.long))
+    x = torch.randn(1, steps, SHAPE.width, dtype=torch.float64, requires_grad=True)
+    o = model.layers[0].self_attn.read(x, context)
+    t, s = torch.arange(steps)[:, None], torch.arange(steps)
+    near = (s > t - W) | (s < row.keep) if row.window else torch.full((steps, steps), row.window is None)
+    expected = (s <= t) & (near | (row.far is not None))
+    for step in range(steps):
+        gradient, = torch.autograd.grad(o[0, step].square().sum(), x, retain_graph=True)
+        assert torch.equal(gradient[0].abs().amax(-1) != 0, expected[step]), step

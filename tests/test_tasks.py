@@ -98,7 +98,7 @@ def test_shipped_teacher_answers():
     load_weights(model, source)
     for steps, count in ((2, 40), (60, 40)):
         outcomes, held = solve(model.eval(), queue_problems(count, steps))
-        assert np.mean([o.exact for o in outcomes]) >= 0.9
+        assert np.mean([o.exact for o in outcomes]) >= 0.95
         assert not any(o.truncated for o in outcomes)
     for steps in range(1, 61):  # every number of steps: a teacher once knew them all but 16
         tokens, mask = map(torch.from_numpy, queue_batch(queue_problems(4, steps, seed=1)))
