@@ -212,7 +212,7 @@ class Run:
         }
 
     def claim_folder(self) -> bool:
-        """Make the run folder ours. False: the very same run is already finished there.
+        """Whether the run folder may be ours; nothing is written yet. False: the very same run is already finished there.
 
         UserError: it holds another configuration, or an unfinished run and no --resume. Nothing is overwritten.
         """

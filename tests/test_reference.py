@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import reference
-from common import (ROWS, SHAPE, B, T, W, close, changed, decoder, draw_tokens, every_row, read_pieces, refused, row_of,
+from common import (SHAPE, B, T, W, close, changed, decoder, draw_tokens, every_row, read_pieces, refused, row_of,
                     same_cache)
 from reference import (BUDGET, PRESETS, QWEN3_4B, VARIANTS, Decoder, Variant, attend, build, check_variant,
                        find_variant, generate, layer_cache, memory_row, mlstm, mlstm_state, parse_row, rotary_table,

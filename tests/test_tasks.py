@@ -139,6 +139,7 @@ def test_grades():
         assert not tasks.same_answer(other, "70")
     assert tasks.same_answer(r"\frac{1}{2}", r"\frac{1}{2}")
     prompt, answer = r"Put it in \boxed{70}. ", r"It is \boxed{71}"
+    assert tasks.boxed(prompt + answer) == "71", "the last box counts"
     assert not tasks.grade_boxed(answer, "70", truncated=False).exact, "the prompt's box is not the answer"
     assert tasks.grade_boxed(answer, "071", truncated=False).exact
     cut = tasks.grade_boxed(answer, "71", truncated=True)

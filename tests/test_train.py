@@ -247,6 +247,13 @@ def test_mistakes(args, words, tmp_path, monkeypatch, capsys):
     assert not out.exists()
 
 
+def test_default_folder_names_the_teacher(tmp_path):
+    """README's two trainings of the same variant, on the miniature and on a real model, do not meet in one folder."""
+    from argparse import Namespace
+    names = [train.default_out(Namespace(variant="bifocal", teacher=t)) for t in ("mini", "smollm2", str(tmp_path / "Qwen3-4B"))]
+    assert names == ["runs/bifocal", "runs/bifocal-smollm2", "runs/bifocal-Qwen3-4B"]
+
+
 def test_cuda_is_refused_where_there_is_none(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["train.py", "--device", "cuda", "--out", str(tmp_path / "never")])
