@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import fast
-from reference import VARIANTS, Parser, UserError, build, cli, parse_row, pick_device, use_cores
+from reference import VARIANTS, Parser, UserError, build, cli, combine, pick_device, use_cores
 from tasks import LENGTHS, open_teacher, queue_problems, read_text, solve, window_bound
 from weights import load_run, load_weights
 
@@ -126,7 +126,7 @@ def text(args) -> dict:
         teacher = args.teacher
         source, tokenizer = open_teacher(teacher, splitter)
         settings = args.row + ([] if args.sinks is None else [f"keep={args.sinks}"])
-        row = parse_row(args.variant, settings)
+        row = combine(args.variant, settings=settings)
         model = build(source.model_shape, row, args.budget, args.window, fast).to(args.device)
         load_weights(model, source)
         name = f"{row.name} ({Path(args.teacher).name}, not trained)"

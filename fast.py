@@ -16,23 +16,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import reference
-from reference import _starts, document_positions, mlstm_denominator, mlstm_state
+from reference import _starts, document_positions, mlstm_denominator, mlstm_state, quadratic
 
 BLOCK = 64  # queries per block of `attend`, steps per chunk of `mlstm`
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, window: int | None = None, keep: int = 0,
-           segment: Tensor | None = None, q_keep: Tensor | None = None, return_lse: bool = False):
+           segment: Tensor | None = None, q_keep: Tensor | None = None, return_lse: bool = False, return_peak: bool = False):
     """reference.attend, block by block: a block of queries reads only the keys its window can reach."""
     B, T, H, D = q.shape
     Hk, R = k.shape[2], H // k.shape[2]
-    if sink is None and q_keep is None and segment is None and not return_lse and (window is None or window >= T):
-        o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=H != Hk)
+    if sink is None and q_keep is None and not return_lse and not return_peak and (window is None or window >= T) and T > 1:
+        same = None if segment is None else (_starts(segment).cumsum(1)[:, None, :, None] == _starts(segment).cumsum(1)[:, None, None]).tril()
+        o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), same, is_causal=same is None,
+                                           enable_gqa=H != Hk)
         return o.transpose(1, 2)
     W = T if window is None else min(window, T)
     C = min(T, max(BLOCK, W // 4))
     if T == 0 or W + C >= T:  # one block sees everything
-        return reference.attend(q, k, v, sink, window=window, keep=keep, segment=segment, q_keep=q_keep, return_lse=return_lse)
+        return reference.attend(q, k, v, sink, window=window, keep=keep, segment=segment, q_keep=q_keep, return_lse=return_lse, return_peak=return_peak)
     blocks = -(-T // C)
     reach = W - 1 + C  # keys that a block can see
     position = torch.arange(T, device=q.device).expand(B, T) if segment is None else document_positions(segment)
@@ -80,7 +82,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, windo
     o, lse = sequence(o), sequence(lse)
     if sink is not None:
         o = o * torch.sigmoid(lse - sink).masked_fill(lse == -math.inf, 0)[..., None]        # (3)
-    return (o, lse) if return_lse else o
+    return (o, lse, sequence(a.amax(-1))) if return_peak else (o, lse) if return_lse else o
 
 
 def _sink_mask(position: Tensor, document: Tensor | None, keep: int, rows: int) -> Tensor:
@@ -146,3 +148,30 @@ def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, state: tuple
         m = m_[..., -1]
     o = torch.cat(out, 3) if out else q.new_zeros(B, Hs, H // Hs, 0, D)
     return o.permute(0, 3, 1, 2, 4).reshape(B, T, H, D), (C, n, m)
+
+
+def scan(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None = None, *, state: Tensor | None = None,
+         segment: Tensor | None = None, bonus: Tensor | None = None):
+    """reference.scan, chunk by chunk: (8)."""
+    return _chunked(q, k, v, log_a, None, None, state, segment, bonus)
+
+
+def delta(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None, b: Tensor, c: Tensor, *, state: Tensor | None = None,
+          segment: Tensor | None = None):
+    """reference.delta, chunk by chunk: (9), (10)."""
+    return _chunked(q, k, v, log_a, b, c, state, segment, None)
+
+
+def _chunked(q, k, v, log_a, b, c, state, segment, bonus):
+    """reference.quadratic inside a chunk, the state between chunks."""
+    T = q.shape[1]
+    starts = None if segment is None else _starts(segment)
+    size = BLOCK // 4 if b is not None or (log_a is not None and log_a.ndim == 4) else BLOCK
+    out = []
+    for a in range(0, max(T, 1), size):
+        if starts is not None and a:
+            state = state.masked_fill(starts[:, a, None, None, None], 0)
+        part = (x if x is None else x[:, a : a + size] for x in (q, k, v, log_a, b, c))
+        o, state = quadratic(*part, state=state, segment=None if segment is None else segment[:, a : a + size], bonus=bonus)
+        out.append(o)
+    return torch.cat(out, 1), state

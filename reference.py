@@ -43,7 +43,7 @@ import json
 import math
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -151,11 +151,11 @@ def visible(q_position: Tensor, k_position: Tensor, *, window: int | None = None
 
 
 def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor | None = None, *,
-                  q_keep: Tensor | None = None, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
+                  q_keep: Tensor | None = None, kept: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Softmax attention over the keys that `mask` (B, T, S) shows.
 
-    q (B, T, H, D); k, v (B, S, Hk, D); sink (H) or None. Returns o (B, T, H, D) and lse (B, T, H),
-    the log-sum-exp of the visible scores, without the sink. A row that sees nothing gives o = 0, lse = -inf.
+    q (B, T, H, D); k, v (B, S, Hk, D); sink (H) or None. Returns o (B, T, H, D), lse (B, T, H), the log-sum-exp of
+    the visible scores without the sink, and their maximum (B, T, H). A row that sees nothing: o = 0, the others -inf.
 
         a_ts = q_t . k_s / sqrt(D)          lse_t = log sum_s exp(a_ts)                     (2)
         o_t  = sum_s exp(a_ts - lse_t) v_s * sigmoid(lse_t - sink)                          (3)
@@ -177,20 +177,21 @@ def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor | 
     lse = a.logsumexp(dim=-1)                                                    # (B, Hk, R, T)
     p = (a - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()
     o = torch.einsum("bhrts,bshd->bthrd", p, v).reshape(B, T, H, v.shape[-1])
-    lse = lse.permute(0, 3, 1, 2).reshape(B, T, H)
+    lse, peak = (x.permute(0, 3, 1, 2).reshape(B, T, H) for x in (lse, a.amax(-1) if a.numel() else lse))
     if sink is not None:
         share = torch.sigmoid(lse - sink).masked_fill(lse == -math.inf, 0)       # (3)
         o = o * share[..., None]
-    return o, lse
+    return o, lse, peak
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, window: int | None = None, keep: int = 0,
-           segment: Tensor | None = None, q_keep: Tensor | None = None, return_lse: bool = False):
+           segment: Tensor | None = None, q_keep: Tensor | None = None, return_lse: bool = False, return_peak: bool = False):
     """Causal attention of a whole sequence with a window and sinks: (1), (2), (3).
 
     q (B, T, H, D); k, v (B, T, Hk, D); sink (H): one learned logit per query head; window: W or None for all;
     keep: N; segment (B, T): a new document begins where it changes, and documents do not see each other; q_keep:
-    see `attend_masked`. Returns o (B, T, H, D), or (o, lse (B, T, H)) with return_lse.
+    see `attend_masked`. Returns o (B, T, H, D), or (o, lse (B, T, H)) with return_lse, or (o, lse, greatest score) with
+    return_peak.
     Sources: FlashAttention's window (W-1, 0); StreamingLLM; gpt-oss.
     """
     B, T = q.shape[:2]
@@ -202,8 +203,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, windo
         index = torch.arange(T, device=q.device)
         mask = visible(position, position, window=window, keep=keep) & (index[:, None] >= index)
         mask &= document[:, :, None] == document[:, None, :]
-    o, lse = attend_masked(q, k, v, mask, sink, q_keep=q_keep, kept=position < keep)
-    return (o, lse) if return_lse else o
+    o, lse, peak = attend_masked(q, k, v, mask, sink, q_keep=q_keep, kept=position < keep)
+    return (o, lse, peak) if return_peak else (o, lse) if return_lse else o
 
 
 # ----------------------------------------------------------------------------- ops: far
@@ -269,23 +270,213 @@ def mlstm_denominator(den: Tensor, m: Tensor, normalizer: str) -> Tensor:
     return den + torch.finfo(den.dtype).tiny
 
 
+def scan(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None = None, *, state: Tensor | None = None,
+         segment: Tensor | None = None, bonus: Tensor | None = None):
+    """Linear attention with decay, one state per head of k.
+
+    q (B, T, H, D); k (B, T, Hs, D); v (B, T, Hs, Dv); log_a: the log of the decay, (B, T, Hs) one number per head,
+    (B, T, Hs, D) one per row of the state, or None for no decay. Returns o (B, T, H, Dv) and C (B, Hs, D, Dv).
+
+        C_t = diag(e^log_a_t) C_{t-1} + k_t v_t^T,    o_t = C_t^T q_t                       (8)
+
+    bonus u (Hs, D): o_t = (C_{t-1} + diag(u) k_t v_t^T)^T q_t, the state is read before it decays (RWKV-6).
+    A normaliser is one more column of v, of ones. segment: see `mlstm`. A padded step is k = 0, log_a = 0.
+    Sources: linear attention, arXiv 2006.16236; GLA, 2312.06635; Mamba-2, 2405.21060.
+    """
+    return _recur(q, k, v, log_a, None, None, state, segment, bonus)
+
+
+def delta(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None, b: Tensor, c: Tensor, *, state: Tensor | None = None,
+          segment: Tensor | None = None):
+    """The delta rule: a diagonal decay and a rank-one correction, one state per head of k.
+
+    As `scan`, with b and c (B, T, Hs, D). Returns o (B, T, H, Dv) and C (B, Hs, D, Dv).
+
+        C_t = (diag(e^log_a_t) + b_t c_t^T) C_{t-1} + k_t v_t^T,    o_t = C_t^T q_t         (9)
+
+    Gated delta (arXiv 2412.06464), C' = a C_{t-1}, C_t = C' + beta k (v - C'^T k)^T: b = -beta a k, c = k, beta k written.
+    RWKV-7 (2503.14456): b = -(rate * kappa), c = kappa: the removal reads the undecayed state. A padded step has b = 0 too.
+    """
+    return _recur(q, k, v, log_a, b, c, state, segment, None)
+
+
+def _recur(q, k, v, log_a, b, c, state, segment, bonus):
+    """(8) and (9), step by step."""
+    B, T, H, D = q.shape
+    Hs, Dv = k.shape[2], v.shape[3]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    q, k, v, log_a, b, c, bonus = (x if x is None else x.to(dtype) for x in (q, k, v, log_a, b, c, bonus))
+    q = q.reshape(B, T, Hs, H // Hs, D)
+    C = q.new_zeros(B, Hs, D, Dv) if state is None else state
+    starts, out = None if segment is None else _starts(segment), []
+    for t in range(T):
+        if starts is not None:
+            C = C.masked_fill(starts[:, t, None, None, None], 0)
+        old, new = C, k[:, t, :, :, None] * v[:, t, :, None, :]
+        if log_a is not None:
+            C = C * log_a[:, t].reshape(B, Hs, -1, 1).exp()
+        if b is not None:
+            C = C + b[:, t, :, :, None] * torch.einsum("bhd,bhde->bhe", c[:, t], old)[:, :, None]
+        C = C + new                                                                        # (8), (9)
+        out.append(torch.einsum("bhrd,bhde->bhre", q[:, t], C if bonus is None else old + bonus[..., None] * new))
+    return torch.stack(out, 1).reshape(B, T, H, Dv) if out else q.new_zeros(B, 0, H, Dv), C
+
+
+def quadratic(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None = None, b: Tensor | None = None, c: Tensor | None = None,
+              *, state: Tensor | None = None, segment: Tensor | None = None, bonus: Tensor | None = None):
+    """(8) and (9) as masked matrices over all pairs of steps; arguments and results of `scan` and `delta`.
+
+    With E_ts = e^{log_a_{s+1} + ... + log_a_t} (per row of the state), C_0 the state before the first step and
+    [x, y]_ts = sum_d x_td E_tsd y_sd for s <= t, [x, y)_ts the same with E_{t-1,s} for s < t:
+
+        u_t = C_{t-1}^T c_t:     (1 - [c, b)) U = [c, k) V + (c e^{log_a up to t-1}) C_0       (10)
+        O = [q, k] V + [q, b] U + (q e^{log_a up to t}) C_0
+
+    A chunk of fast.py is this on C steps: between chunks goes the state.
+    """
+    B, T, H, D = q.shape
+    Hs, Dv = k.shape[2], v.shape[3]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    q = q.to(dtype).reshape(B, T, Hs, H // Hs, D).permute(0, 2, 3, 1, 4)                      # (B, Hs, R, T, D)
+    k, v, b, c = (x if x is None else x.to(dtype).transpose(1, 2) for x in (k, v, b, c))      # (B, Hs, T, D)
+    C = q.new_zeros(B, Hs, D, Dv) if state is None else state
+    if T == 0:
+        return q.new_zeros(B, 0, H, Dv), C
+    g = q.new_zeros(B, Hs, T, 1) if log_a is None else log_a.to(dtype).reshape(B, T, Hs, -1).transpose(1, 2)
+    document = torch.zeros(B, T, device=q.device) if segment is None else _starts(segment).cumsum(1)
+    live = (document == 0)[:, None, :, None]  # steps that still see C_0
+    seen = (document[:, :, None] == document[:, None, :]).tril()[:, None, :, :, None]         # (B, 1, T, T, 1)
+    below = torch.ones(T, T, dtype=torch.bool, device=q.device).tril(-1)[:, :, None]
+    # each sum of log decays is added up from its own steps: a difference of two running sums loses what a strong decay swallows
+    sums, total = torch.where(below, g[:, :, :, None], 0).cumsum(2), g.cumsum(2)              # (B, Hs, T, T, .), (B, Hs, T, .)
+    E, carry = sums.masked_fill(~seen, -math.inf).exp(), total.masked_fill(~live, -math.inf).exp()
+    before = F.pad(sums[:, :, :-1], (0, 0, 0, 0, 1, 0)).masked_fill(~(seen & below), -math.inf).exp()
+    carry_before = F.pad(total[:, :, :-1], (0, 0, 1, 0)).masked_fill(~live, -math.inf).exp()
+
+    def pairs(x, y, E):  # [x, y]: x (B, Hs, R, T, D), y (B, Hs, T, D) -> (B, Hs, R, T, T)
+        if E.shape[-1] == 1:
+            return (x @ y[:, :, None].transpose(-1, -2)) * E[:, :, None, ..., 0]
+        return torch.einsum("bhrtd,bhtsd->bhrts", x, E * y[:, :, None])
+
+    if bonus is None:
+        o = pairs(q, k, E) @ v[:, :, None] + (q * carry[:, :, None]) @ C[:, :, None]
+    else:
+        now = torch.einsum("bhrtd,bhtd->bhrt", q, bonus.to(dtype)[:, None] * k)
+        o = pairs(q, k, before) @ v[:, :, None] + now[..., None] * v[:, :, None] + (q * carry_before[:, :, None]) @ C[:, :, None]
+    last = E[:, :, -1]                                                                        # (B, Hs, T, .)
+    new = carry[:, :, -1, :, None] * C + (last * k).transpose(-1, -2) @ v
+    if b is not None:
+        right = pairs(c[:, :, None], k, before)[:, :, 0] @ v + (c * carry_before) @ C
+        left = torch.eye(T, dtype=dtype, device=q.device) - pairs(c[:, :, None], b, before)[:, :, 0]
+        U = torch.linalg.solve_triangular(left, right, upper=False, unitriangular=True)       # (10)
+        o, new = o + pairs(q, b, E) @ U[:, :, None], new + (last * b).transpose(-1, -2) @ U
+    return o.permute(0, 3, 1, 2, 4).reshape(B, T, H, Dv), new
+
+
 # ----------------------------------------------------------------------------- variants: the registry
+
+
+@dataclass(frozen=True)
+class Far:
+    """What a layer keeps in summary: one recurrence and the words that choose its inputs, features, gates and output.
+
+    recurrence      'scan' (8), 'delta' (9) or 'mlstm' (4)-(7)
+    state_per       'kv' or 'query': one state per such head. Under 'kv' whatever belongs to the key side (feature map,
+                    gates, bonus) belongs to the key/value head, and the query heads of a group read one state.
+    inputs          what q, k, v and the gates are made from: 'x'; 'conv', q, k, v through a causal depthwise convolution
+                    over 4 tokens; 'conv_silu', SiLU after it; 'lerp', each its own mix of x_t and x_{t-1} (token shift);
+                    'ddlerp', that mix moved by a low-rank map of x (RWKV-6)
+    normed          q and k enter after the teacher's q/k norm (if it has one)
+    rotary          turn q and k 'before' the feature map, 'after' it, or 'none'
+    map, features   phi(x) = features(map(x)). map: 'none'; 'head' D x D per head; 'head_bias'; 'half' D x D/2;
+                    'dense' over all heads together, with a bias; 'dct' a fixed cosine transform with random signs and sizes.
+                    features: 'identity', 'l2' (unit length), 'softmax', 'softmax_pm' (of y and of -y, joined), 'elu' (+1), 'relu'
+    scaled          q times 1/sqrt(D)
+    decay           'none'; fixed: 'alibi', 'retnet', 'dijiang'; from x, per head: 'softplus', 'sigmoid', 'mlstm';
+                    from x, per row of the state: 'low_rank', 'exp', 'exp_floor', 'rwkv7'; from k: 'key'
+    write           how much is written: 'one'; 'dt' (v times the step of 'softplus'); 'keep_less' (k (1 - decay));
+                    'exp' (mlstm's input gate); delta: 'beta', 'rwkv7', 'rad_rwkv7'
+    normalizer      'none'; 'plain' divides by n . q; 'floor' see `mlstm`
+    extra           what reaches the answer past the state: 'none'; 'skip' D_h v_t; 'bonus' of (8); 'bonus7', (q . r k) v
+                    after the norm
+    output_norm     per head, 'group' (mean and variance), 'layer' (that, with weights), 'rms'; over all heads, after the
+                    gate: 'rms_gated'; 'none'
+    output_gate     'none'; of W_g x: 'silu', 'sigmoid' (W_g = 0 at the start), 'silu_one' (SiLU(W_g x + b) = 1 at the start);
+                    'low_rank'
+    value_residual  v moves towards the first layer's v by a low-rank gate (RWKV-7)
+    left            the state holds only the tokens that have left the window (LoLCATs)
+    """
+
+    recurrence: str = "scan"
+    state_per: str = "query"
+    inputs: str = "x"
+    normed: bool = True
+    rotary: str = "none"
+    map: str = "none"
+    features: str = "identity"
+    scaled: bool = False
+    decay: str = "none"
+    write: str = "one"
+    normalizer: str = "none"
+    extra: str = "none"
+    output_norm: str = "none"
+    output_gate: str = "none"
+    value_residual: bool = False
+    left: bool = False
+
+
+CONV = 4  # taps of the convolution
+SHIFTS = ("lerp", "ddlerp")
+FIXED_DECAYS = ("none", "alibi", "retnet", "dijiang")
+POSITIVE = ("softmax", "softmax_pm", "elu", "relu")
+WORDS = {  # the words of each field
+    "recurrence": ("scan", "delta", "mlstm"), "state_per": ("kv", "query"), "inputs": ("x", "conv", "conv_silu", "lerp", "ddlerp"),
+    "rotary": ("none", "before", "after"), "map": ("none", "head", "head_bias", "half", "dense", "dct"),
+    "features": ("identity", "l2", *POSITIVE), "normalizer": ("none", "plain", "floor"),
+    "decay": (*FIXED_DECAYS, "softplus", "sigmoid", "mlstm", "low_rank", "exp", "exp_floor", "rwkv7", "key"),
+    "write": ("one", "dt", "keep_less", "exp", "beta", "rwkv7", "rad_rwkv7"), "extra": ("none", "skip", "bonus", "bonus7"),
+    "output_norm": ("none", "group", "layer", "rms", "rms_gated"),
+    "output_gate": ("none", "silu", "sigmoid", "silu_one", "low_rank"),
+    "sink_positions": ("original", "in-cache"), "mix": (None, "gate", "half", "shared", "shared_complement"),
+}
+
+FARS = {
+    "linear": Far(state_per="kv", rotary="before", features="elu", normalizer="plain"),
+    "t2r": Far(map="head_bias", features="relu", normalizer="plain"),
+    "hedgehog": Far(rotary="before", map="half", features="softmax_pm", normalizer="plain"),
+    "supra": Far(rotary="after", map="dense", features="relu", scaled=True, decay="alibi", output_norm="group"),
+    "dijiang": Far(state_per="kv", rotary="before", map="dct", features="softmax", decay="dijiang", output_norm="group",
+                   output_gate="silu"),
+    "qlinatt": Far(state_per="kv", rotary="before", output_norm="layer"),
+    "mlstm": Far(recurrence="mlstm", map="head", features="l2", decay="mlstm", write="exp", normalizer="floor"),
+    "mamba2": Far(inputs="conv_silu", decay="softplus", write="dt", extra="skip", output_norm="rms_gated", output_gate="silu"),
+    "mamba2_discrete": Far(inputs="conv", decay="sigmoid", extra="skip", output_gate="silu_one"),
+    "gla": Far(scaled=True, decay="low_rank", output_norm="rms", output_gate="silu"),
+    "liger_gla": Far(state_per="kv", features="softmax", decay="key"),
+    "rwkv6": Far(inputs="ddlerp", decay="exp", extra="bonus", output_norm="layer", output_gate="silu"),
+    "rad_rwkv6": Far(inputs="ddlerp", scaled=True, decay="exp_floor", write="keep_less", output_gate="sigmoid"),
+    "rwkv7": Far(recurrence="delta", inputs="lerp", decay="rwkv7", write="rwkv7", extra="bonus7", output_norm="layer",
+                 output_gate="low_rank", value_residual=True),
+    "rad_rwkv7": Far(recurrence="delta", rotary="before", scaled=True, decay="rwkv7", write="rad_rwkv7",
+                     output_gate="low_rank", value_residual=True),
+    "gdn": Far(recurrence="delta", inputs="conv_silu", features="l2", scaled=True, decay="softplus", write="beta",
+               output_norm="rms", output_gate="silu"),
+}
 
 
 @dataclass(frozen=True)
 class Variant:
     """One row: what a layer keeps exactly, what it summarises, how it mixes them.
 
-    near    window: True = a window that spends what is left of the budget; False = no softmax branch;
-            None = keep everything. keep: N. learned_sink: one logit per query head.
-            sink_positions: 'original' (what training with a mask gives) or 'in-cache' (StreamingLLM).
-    far     far: the recurrence or None. state_per: 'kv' or 'query', one state per such head.
-            features: 'l2' (phi(x) = l2norm(W x)), 'softmax' ([P]: softmax(W x)), 'identity'; W one D x D map per
-            head, identity at the start. normalizer: see `mlstm`. far_rotary: rotate q and k before phi.
-            q and k enter after the q/k norm; i and f are linear in the layer's input x, as in [P].
-    mix     None, or 'gate': o = g far + (1-g) near, g = sigmoid([q; k; v] w + b) per query head ([P]),
-            w = 0 and b = gate_bias at the start.
-    strict  the window fits the budget with every byte counted, not the matrix states alone.
+    window          True = a window that spends what is left of the budget; False = no softmax branch; None = keep everything
+    keep            N, the kept sink tokens
+    learned_sink    one logit per query head
+    sink_positions  'original' (what training with a mask gives) or 'in-cache' (StreamingLLM)
+    far             a `Far`, or None
+    mix             None; 'gate': o = g far + (1-g) near, g = sigmoid([q; k; v] w + b) per query head ([P]), w = 0 at the
+                    start; 'half': g = 1/2; 'shared': one normaliser for both, see `Attention.read`; 'shared_complement':
+                    there the state's part is multiplied by 1 - gamma too
+    strict          the window fits the budget with every byte counted, not the matrix states alone
     """
 
     name: str
@@ -294,13 +485,13 @@ class Variant:
     keep: int = 0
     learned_sink: bool = False
     sink_positions: str = "original"
-    far: str | None = None
-    state_per: str = "kv"
-    features: str = "l2"
-    normalizer: str = "floor"
-    far_rotary: bool = False
+    far: Far | None = None
     mix: str | None = None
     strict: bool = False
+
+
+def _alone(name: str, note: str) -> Variant:
+    return Variant(name, note, window=False, far=FARS[name])
 
 
 ROWS = [
@@ -308,15 +499,31 @@ ROWS = [
     Variant("swa", "a sliding window alone"),
     Variant("swa_sink_tokens", "a window and the first 4 tokens", keep=4),
     Variant("swa_learned_sink", "a window and a learned sink logit", learned_sink=True),
-    Variant("mlstm", "a state per query head, no window", window=False, far="mlstm", state_per="query"),
     Variant("bifocal", "a large window and a state per kv head, gated", learned_sink=True,
-            far="mlstm", state_per="kv", mix="gate"),
-    Variant("bifocal_state", "a small window and a state per query head, gated", learned_sink=True,
-            far="mlstm", state_per="query", mix="gate"),
+            far=replace(FARS["mlstm"], state_per="kv"), mix="gate"),
+    Variant("bifocal_state", "a small window and a state per query head, gated", learned_sink=True, far=FARS["mlstm"], mix="gate"),
+    _alone("linear", "linear attention: a sum of all pairs, normalised (2006.16236)"),
+    _alone("t2r", "a learned ReLU feature map (T2R, 2103.13076)"),
+    _alone("hedgehog", "a learned softmax feature map (2402.04347)"),
+    _alone("supra", "ReLU features, fixed decay, a group norm for the normaliser (2405.06640)"),
+    _alone("dijiang", "random cosine features, fixed decay (2403.19928)"),
+    _alone("qlinatt", "q and k as they are, a layer norm for the normaliser (2505.03005, A.3)"),
+    _alone("mlstm", "input and forget gates, a normaliser with a floor (2405.04517)"),
+    _alone("mamba2", "one step size for decay and write, a convolution before (2405.21060)"),
+    _alone("mamba2_discrete", "decay alone from the input (MOHAWK 2408.10189, Llamba 2502.14458)"),
+    _alone("gla", "a decay for each row of the state (2312.06635)"),
+    Variant("liger_gla", "GLA with gates from the keys, half a window (2503.01496)", far=FARS["liger_gla"], mix="half"),
+    _alone("rwkv6", "a decay per row, a bonus for the current token (2404.05892)"),
+    _alone("rad_rwkv6", "RWKV-6 made easy to convert to (QRWKV6, 2505.03005, A.1)"),
+    _alone("rwkv7", "a decay per row and a generalised delta rule (2503.14456, ARWKV 2501.15570)"),
+    _alone("rad_rwkv7", "RWKV-7 made easy to convert to (QRWKV7, 2505.03005, A.2)"),
+    _alone("gdn", "the gated delta rule: erase what the key points at, then write (2412.06464)"),
+    Variant("lolcats", "a window, and in one softmax with it a Hedgehog state of what left it (2410.10254)",
+            far=replace(FARS["hedgehog"], left=True), mix="shared"),
 ]
 # Where a window shares its budget with a state, the two ways to count differ: a strict twin each.
 VARIANTS = {row.name: row for row in ROWS}
-VARIANTS |= {f"{row.name}_strict": dataclasses.replace(row, name=f"{row.name}_strict", strict=True)
+VARIANTS |= {f"{row.name}_strict": replace(row, name=f"{row.name}_strict", strict=True)
              for row in ROWS if row.window and row.far}
 
 
@@ -327,42 +534,79 @@ def find_variant(name: str) -> Variant:
     return VARIANTS[name]
 
 
-def parse_row(name: str, settings: list[str]) -> Variant:
-    """The row of that name with fields changed by "field=value" settings. Raises UserError for what it cannot read."""
+def combine(name: str, far: str | None = None, mix: str | None = None, settings: list[str] = ()) -> Variant:
+    """The row of that name with another far part (a name of FARS, or 'none'), another mix, and fields changed by
+    "field=value" settings, of Variant or of its Far.
+
+    A far part keeps the row's `state_per`; a row without a window gets one if it is given a mix. Raises UserError for
+    what it cannot read or make sense of.
+    """
     row = find_variant(name)
+    if far is not None:
+        if far != "none" and far not in FARS:
+            raise UserError(f"--far {far}: not one of: none {' '.join(FARS)}")
+        part = None if far == "none" else FARS[far] if row.far is None else replace(FARS[far], state_per=row.far.state_per)
+        row = replace(row, name=f"{row.name}+{far}", far=part, mix=None if part is None else row.mix)
+    if mix is not None:
+        settings = [f"mix={mix}", *settings]
+        row = replace(row, name=f"{row.name}+{mix}", window=row.window is not False or mix != "none")
     for setting in settings:
         field, _, value = setting.partition("=")
-        if field not in {f.name for f in dataclasses.fields(Variant)} - {"name", "note"}:
-            raise UserError(f"--row {setting}: write FIELD=VALUE with a field of reference.Variant, such as features=softmax")
-        kind = type(getattr(Variant("", ""), field))
+        near, fars = ({f.name: f for f in dataclasses.fields(kind)} for kind in (Variant, Far))
+        known = (near.keys() - {"name", "note", "far"}) | (fars.keys() if row.far else set())
+        if field not in known:
+            raise UserError(f"--row {setting}: write FIELD=VALUE with one of {' '.join(sorted(known))}")
+        kind = type((near | fars)[field].default)
         try:
-            value = {"none": None, "true": True, "false": False}.get(value.lower(), int(value) if kind is int else value)
+            value = {"none": "none" if field in fars else None, "true": True, "false": False}.get(
+                value.lower(), int(value) if kind is int else value)
         except ValueError:
             raise UserError(f"--row {setting}: {field} is a whole number") from None
         if kind is bool and not isinstance(value, bool) and (field, value) != ("window", None):
             raise UserError(f"--row {setting}: {field} is true or false" + (" or none" if field == "window" else ""))
-        row = dataclasses.replace(row, **{field: value})
+        row = replace(row, **{field: value}) if field in near else replace(row, far=replace(row.far, **{field: value}))
     check_variant(row)
     return row
 
 
 def check_variant(row: Variant) -> None:
-    """Raises UserError for a field whose value the layer does not know, or a row that makes no sense."""
-    for field, known in (("sink_positions", ("original", "in-cache")), ("far", (None, "mlstm")),
-                         ("state_per", ("kv", "query")), ("features", ("l2", "softmax", "identity")),
-                         ("normalizer", ("floor", "plain")), ("mix", (None, "gate"))):
-        if getattr(row, field) not in known:
-            raise UserError(f"variant {row.name}: {field} {getattr(row, field)!r} is not one of {known}")
-    if (row.mix is None) == (row.far is not None and row.window is not False):
-        raise UserError(f"variant {row.name}: mix {row.mix!r} needs {'one branch' if row.mix is None else 'two branches'}")
-    if row.window is False and row.far is None:
-        raise UserError(f"variant {row.name}: keeps nothing: it needs a window or a state")
-    if row.far and row.normalizer == "plain" and row.features != "softmax":
-        raise UserError(f"variant {row.name}: normalizer 'plain' needs positive features: features=softmax")
-    if row.keep and row.window is None:
-        raise UserError(f"variant {row.name}: it keeps every token, so keep={row.keep} adds nothing: leave it out")
-    if row.keep < 0 or (row.window is False and (row.keep or row.learned_sink)):
-        raise UserError(f"variant {row.name}: sinks need a window, and keep >= 0")
+    """Raises UserError for a word the layer does not know, or a row that makes no sense."""
+    far = row.far
+    for part in (row, far) if far else (row,):
+        for field, known in WORDS.items():
+            if getattr(part, field, known[0]) not in known:
+                raise UserError(f"variant {row.name}: {field} {getattr(part, field)!r} is not one of: {' '.join(map(str, known))}")
+
+    def need(condition, message):
+        if not condition:
+            raise UserError(f"variant {row.name}: {message}")
+
+    two = far is not None and row.window is not False
+    need(two or row.mix is None, f"mix {row.mix!r} needs two branches, a window and a state")
+    need(not two or row.mix is not None, "two branches, a window and a state, need a mix")
+    need(far or row.window is not False, "keeps nothing: it needs a window or a state")
+    need(not row.keep or row.window is not None, f"it keeps every token, so keep={row.keep} adds nothing: leave it out")
+    need(row.keep >= 0 and (row.window is not False or not row.keep and not row.learned_sink), "sinks need a window, and keep >= 0")
+    if far is None:
+        return
+    mlstm, delta = far.recurrence == "mlstm", far.recurrence == "delta"
+    need(mlstm == (far.decay == "mlstm") == (far.write == "exp"), "recurrence, decay and write of mlstm go together")
+    need(delta == (far.write in ("beta", "rwkv7", "rad_rwkv7")), "recurrence=delta goes with write beta, rwkv7 or rad_rwkv7")
+    need(far.normalizer == "none" or not delta, "a delta rule has no normaliser: normalizer=none")
+    need((far.normalizer == "floor") <= mlstm and (far.normalizer != "none" or not mlstm), "normalizer 'floor' and mlstm go together")
+    positive = far.features in POSITIVE and far.rotary != "after"
+    need(far.normalizer != "plain" or positive, f"normalizer 'plain' needs positive features: features={'|'.join(POSITIVE)}")
+    need(far.write != "dt" or far.decay == "softplus", "write=dt is the step size of decay=softplus")
+    need(far.write != "keep_less" or far.decay != "none", "write=keep_less needs a decay")
+    need(far.write != "rad_rwkv7" or far.decay != "none", "write=rad_rwkv7 needs a decay")
+    need(far.extra != "bonus" or far.recurrence == "scan" and far.normalizer == "none", "extra=bonus needs a scan without normaliser")
+    if row.mix in ("shared", "shared_complement"):
+        need(far.recurrence == "scan" and far.normalizer == "plain" and far.extra == far.output_norm == far.output_gate == "none",
+             f"mix={row.mix} adds numerators and denominators: it needs a scan with normalizer=plain and nothing after it")
+    if far.left:
+        need(row.window is True and far.rotary == "before" and far.normed and far.inputs == "x" and far.decay in FIXED_DECAYS
+             and far.write == "one" and far.extra == "none" and not far.value_residual,
+             "left=true remakes what it writes from the window's own keys and values: it needs rotary=before, a fixed decay, no more")
 
 
 # ----------------------------------------------------------------------------- memory accounting
@@ -373,7 +617,8 @@ def layer_cache(shape: Shape, row: Variant, window: int | None, batch: int = 1, 
     """All that one layer holds while decoding `batch` sequences, preallocated.
 
     k, v (B, N+W, Hk, D) in `dtype`: slot s < N holds sink s, slot N + (p-N) mod W holds position p (a ring).
-    C, n, m: the float32 recurrent state (float64 if dtype is). Raises UserError if window is None: `full` needs
+    Float32 (float64 if dtype is): C (B, Hs, D, D), the matrix state; n (B, Hs, D), the normaliser; m (B, Hs), the stabiliser;
+    conv (B, 3, (H + 2 Hk) D) and shift (B, 1, E), the last inputs of a convolution and a token shift. Raises UserError if window is None: `full` needs
     its capacity in tokens.
     """
     cache = {}
@@ -383,9 +628,18 @@ def layer_cache(shape: Shape, row: Variant, window: int | None, batch: int = 1, 
         for name in "kv":
             cache[name] = torch.zeros(batch, row.keep + window, shape.kv_heads, shape.head_dim, dtype=dtype, device=device)
     if row.far:
-        heads = shape.kv_heads if row.state_per == "kv" else shape.heads
-        state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        cache |= zip("Cnm", mlstm_state(batch, heads, shape.head_dim, dtype=state_dtype, device=device))
+        H, Hk, D = shape.heads, shape.kv_heads, shape.head_dim
+        new = dict(dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)
+        C, n, m = mlstm_state(batch, Hk if row.far.state_per == "kv" else H, D, **new)
+        cache["C"] = C
+        if row.far.normalizer != "none":
+            cache["n"] = n
+        if row.far.recurrence == "mlstm":
+            cache["m"] = m
+        if row.far.inputs in ("conv", "conv_silu"):
+            cache["conv"] = torch.zeros(batch, CONV - 1, (H + 2 * Hk) * D, **new)
+        if row.far.inputs in SHIFTS:
+            cache["shift"] = torch.zeros(batch, 1, shape.width, **new)
     return cache
 
 
@@ -402,14 +656,14 @@ def token_bytes(shape: Shape) -> int:
 def solve_window(shape: Shape, row: Variant, budget: int) -> int | None:
     """The window W that spends `budget` (tokens a layer), or None for a row without one.
 
-        nominal: W + N + bytes(C) / token <= budget        strict: W + N + bytes(C, n, m) / token <= budget
+        nominal: W + N + bytes(C) / token <= budget        strict: W + N + bytes(everything but k, v) / token <= budget
 
     Raises UserError if the budget cannot hold the state, the sinks and one token of window.
     """
     if row.window is None:
         return None
     fixed = layer_cache(shape, row, 0, device="meta")
-    state = cache_bytes(fixed, "kv" if row.far is None else "kvCnm" if row.strict else "kvC")
+    state = cache_bytes(fixed, None if row.strict else "kvC")
     window = (budget * token_bytes(shape) - state) // token_bytes(shape)
     least = -(-state // token_bytes(shape)) + (1 if row.window else 0)
     if window < (1 if row.window else 0):
@@ -429,7 +683,7 @@ def memory_row(shape: Shape, row: Variant, budget: int | None, window: int | Non
     The window is the one given, else the one that spends the budget. The sizes are None for `full`, which has no bound,
     and where neither is given.
     """
-    out = {"name": row.name, "window": None, "keep": row.keep, "state": row.state_per if row.far else None,
+    out = {"name": row.name, "window": None, "keep": row.keep, "state": row.far.state_per if row.far else None,
            "bytes_per_layer": None, "tokens_nominal": None, "tokens_exact": None, "parameters": new_parameters(shape, row)}
     if row.window is not None and (budget, window) != (None, None):
         out["window"] = solve_window(shape, row, budget) if budget is not None else window
@@ -442,7 +696,7 @@ def memory_row(shape: Shape, row: Variant, budget: int | None, window: int | Non
 # ----------------------------------------------------------------------------- the model
 
 
-NEW = ("sink", "feature_q", "feature_k", "input_gate", "forget_gate", "mix_gate")
+NEW = ("sink", "far", "mix_gate", "gamma")
 
 
 def is_new(name: str) -> bool:
@@ -451,21 +705,67 @@ def is_new(name: str) -> bool:
 
 
 class HeadLinear(nn.Module):
-    """One D_in -> D_out map per head: x (B, T, heads, D_in) -> (B, T, heads, D_out). No bias, identity at the start."""
+    """One D -> D_out map per head: x (B, T, heads, D) -> (B, T, heads, D_out), the identity (or its first columns) at the start."""
 
-    def __init__(self, heads: int, head_dim: int):
+    def __init__(self, heads: int, head_dim: int, out: int, bias: bool = False):
         super().__init__()
-        self.weight = nn.Parameter(torch.eye(head_dim).repeat(heads, 1, 1))
+        self.weight = nn.Parameter(torch.eye(head_dim, out).repeat(heads, 1, 1))
+        self.bias = nn.Parameter(torch.zeros(heads, out)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bthd,hde->bthe", x, self.weight)
+        y = torch.einsum("bthd,hde->bthe", x, self.weight)
+        return y if self.bias is None else y + self.bias
 
 
-def feature_map(x: Tensor, kind: str) -> Tensor:
-    """phi over the last axis: 'softmax', 'l2' (unit length) or 'identity'."""
-    if kind == "softmax":
-        return x.softmax(-1)
-    return F.normalize(x, dim=-1, eps=1e-6) if kind == "l2" else x
+class LowRank(nn.Module):
+    """x (..., E) -> act(x A) B + bias (..., out): A random, B = 0 at the start."""
+
+    def __init__(self, width: int, rank: int, out: int, bias: Tensor | float = 0.0, act=lambda x: x):
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(width, rank) * width**-0.5)
+        self.up = nn.Parameter(torch.zeros(rank, out))
+        self.bias = nn.Parameter(torch.as_tensor(bias, dtype=self.up.dtype).expand(out).clone())
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x @ self.down) @ self.up + self.bias
+
+
+def gate_of_zero(width: int, out: int, bias: Tensor | float) -> nn.Linear:
+    """A linear map with zero weights: at the start the gate is its bias whatever x is."""
+    linear = nn.Linear(width, out)
+    nn.init.zeros_(linear.weight)
+    with torch.no_grad():
+        linear.bias.copy_(torch.as_tensor(bias))
+    return linear
+
+
+def fixed_decay(kind: str, heads: int) -> Tensor | None:
+    """The log decay of each head (heads) for the words of FIXED_DECAYS; None for no decay."""
+    h = torch.arange(heads, dtype=torch.float64)
+    if kind == "alibi":  # SUPRA's choice
+        return -(2.0 ** (-8 * (h + 1) / heads))
+    if kind == "retnet":
+        return torch.log1p(-(2.0 ** (-5 - h)))
+    if kind == "dijiang":
+        return torch.log1p(-torch.linspace(math.log(1 / 32), math.log(1 / 512), heads, dtype=torch.float64).exp())
+    return None
+
+
+def cosine_map(D: int) -> Tensor:
+    """DiJiang's fixed map (D, D): orthonormal DCT-II columns, each times a draw of N(0, 1), the same in every run."""
+    j = torch.arange(D, dtype=torch.float64)
+    dct = torch.cos(math.pi / D * (j[:, None] + 0.5) * j) * (2 / D) ** 0.5
+    dct[:, 0] /= 2**0.5
+    return (dct * torch.randn(D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).float()
+
+
+def apply_features(x: Tensor, kind: str) -> Tensor:
+    """phi over the last axis, after the map."""
+    if kind == "softmax_pm":
+        return torch.cat([x.softmax(-1), (-x).softmax(-1)], -1)
+    return {"identity": lambda: x, "l2": lambda: F.normalize(x, dim=-1, eps=1e-6), "softmax": lambda: x.softmax(-1),
+            "elu": lambda: F.elu(x) + 1, "relu": lambda: x.relu()}[kind]()
 
 
 @dataclass
@@ -474,17 +774,284 @@ class Context:
 
     rotary: tuple[Tensor, Tensor]  # at the tokens' positions
     rotary_keep: tuple[Tensor, Tensor] | None  # at min(t, N+W-1): the query's in-cache position
+    step: Tensor  # (B, T), the tokens' positions in their documents
     segment: Tensor | None = None  # (B, T)
+    first_v: Tensor | None = None  # (B, T, Hk, D), layer 0's values, set by layer 0: the value residual
     position: Tensor | None = None  # (B, T), -1 at padded steps; this and what follows only with a cache
+    length: Tensor | None = None  # (B), the real tokens of each row
     mask: Tensor | None = None  # (B, T, N+W (+T if T > 1))
     kept: Tensor | None = None  # the mask's key axis: is it a sink?
     write: tuple[Tensor, Tensor, Tensor] | None = None  # (row, slot, step) of every token that enters the ring
 
 
+class FarBranch(nn.Module):
+    """The far part that a row's `Far` describes: features and gates, one recurrence, then the output's norm and gate.
+
+    What our rows simplify: Mamba-2's k and q (B and C) are made per head as the teacher's are, not shared by all heads;
+    convolutions act on the key/value heads before they are repeated; RWKV's token shift starts as nothing, w0 follows a
+    head's channels, low ranks are max(16, E/32), its channel mixing is the teacher's MLP; where a source has no start that
+    keeps the teacher's q, k, v, ours does.
+    """
+
+    def __init__(self, shape: Shape, far: Far, window: int | None, keep: int, layer: int, ops):
+        super().__init__()
+        E, H, Hk, D = shape.width, shape.heads, shape.kv_heads, shape.head_dim
+        Hs = Hk if far.state_per == "kv" else H
+        self.shape, self.row, self.window, self.keep, self.layer, self.ops = shape, far, window, keep, layer, ops
+        rank, depth = max(16, E // 32), layer / max(1, shape.layers - 1)
+        channel = torch.arange(D) / max(1, D - 1)
+
+        def every_head(x):  # (D) -> (Hs * D)
+            return x.repeat(Hs)
+
+        if far.inputs in ("conv", "conv_silu"):
+            self.conv = nn.Parameter(F.pad(torch.ones((H + 2 * Hk) * D, 1), (CONV - 1, 0)))  # the last tap alone
+        if far.inputs in SHIFTS:
+            used = {"q": True, "k": True, "v": True, "decay": far.decay not in (*FIXED_DECAYS, "key"),
+                    "write": far.write in ("exp", "beta", "rwkv7", "rad_rwkv7"), "gate": far.output_gate != "none"}
+            streams = [name for name in used if used[name]]
+            if far.inputs == "lerp":
+                self.shift = nn.ParameterDict({name: torch.zeros(E) for name in streams})
+            else:
+                self.shift_all = nn.Parameter(torch.zeros(E))
+                self.shift = nn.ModuleDict({name: LowRank(E, rank, E, act=torch.tanh) for name in streams})
+        for name, heads in (("map_q", H), ("map_k", Hs)):
+            if far.map in ("head", "head_bias", "half"):
+                setattr(self, name, HeadLinear(heads, D, D // 2 if far.map == "half" else D, bias=far.map == "head_bias"))
+            if far.map == "dense":
+                setattr(self, name, nn.Linear(heads * D, heads * D))
+                with torch.no_grad():
+                    getattr(self, name).weight.copy_(torch.eye(heads * D))
+                    getattr(self, name).bias.zero_()
+        if far.map == "dct":
+            self.register_buffer("dct", cosine_map(D), persistent=False)
+        if far.decay == "softplus":  # A ~ U(1, 16), the step size log-uniform in [1e-3, 1e-1]
+            self.log_A = nn.Parameter((1 + 15 * torch.rand(Hs)).log())
+            self.dt = gate_of_zero(E, Hs, (math.log(1e-3) + math.log(100) * torch.rand(Hs)).exp().expm1().log())
+        if far.decay == "sigmoid":
+            self.decay = gate_of_zero(E, Hs, -torch.linspace(3, 6, Hs))
+        if far.decay == "mlstm":
+            self.forget_gate = gate_of_zero(E, Hs, torch.linspace(3, 6, Hs))
+        if far.decay == "low_rank":
+            self.decay = LowRank(E, 16, Hs * D)
+        if far.decay in ("exp", "exp_floor"):
+            self.decay = LowRank(E, rank, Hs * D, every_head(-6 + 5 * channel ** (0.7 + 1.3 * depth)), torch.tanh)
+        if far.decay == "rwkv7":
+            self.decay = LowRank(E, rank, Hs * D, every_head(-6.5 + 5 * channel ** (0.85 + depth**0.5)), torch.tanh)
+        if far.write == "exp":
+            self.input_gate = gate_of_zero(E, Hs, 0.0)
+        if far.write == "beta":
+            self.beta = gate_of_zero(E, Hs, 0.0)
+        if far.write in ("rwkv7", "rad_rwkv7"):
+            self.rate = LowRank(E, rank, Hs * D)
+        if far.write == "rwkv7":
+            self.k_k, self.k_a = nn.Parameter(torch.full((Hs, D), 0.85)), nn.Parameter(torch.ones(Hs, D))
+        if far.value_residual and layer > 0:
+            self.value_gate = LowRank(E, rank, Hk * D, -4.0)  # v stays the teacher's at first
+        if far.extra == "skip":
+            self.skip = nn.Parameter(torch.ones(H))
+        if far.extra in ("bonus", "bonus7"):
+            self.bonus = nn.Parameter(torch.zeros(Hs, D))
+        if far.output_norm in ("layer", "rms", "rms_gated"):
+            self.norm_weight = nn.Parameter(torch.ones(H, D))
+        if far.output_norm == "layer":
+            self.norm_bias = nn.Parameter(torch.zeros(H, D))
+        if far.output_gate == "silu":
+            self.output_gate = nn.Linear(E, H * D, bias=False)
+        if far.output_gate == "sigmoid":
+            self.output_gate = nn.Linear(E, H * D, bias=False)
+            nn.init.zeros_(self.output_gate.weight)
+        if far.output_gate == "silu_one":
+            self.output_gate = gate_of_zero(E, H * D, 1.27846)
+        if far.output_gate == "low_rank":  # about 1 at the start
+            self.output_gate = LowRank(E, rank, H * D, act=torch.sigmoid)
+            nn.init.constant_(self.output_gate.up, 2 / rank)
+
+    def forward(self, x: Tensor, projected: tuple[Tensor, ...] | None, attention, context: Context, cache: dict[str, Tensor] | None):
+        """x (B, T, E), the normalised block input, and its q, k, v if they are at hand -> numerator (B, T, H, D) and denominator
+        (B, T, H, 1), in float32 at least; the denominator is None where the numerator is the answer. `attention` projects and
+        normalises."""
+        row, shape = self.row, self.shape
+        xs, tail = self.shifted(x, context, cache)
+        x_decay, x_write = xs.get("decay", x), xs.get("write", x)
+        q, k, v = attention.project(*(xs[name] for name in "qkv")) if xs else projected
+        k_raw = k
+        if row.normed:
+            q, k = attention.normalise(q, k)
+        if row.inputs in ("conv", "conv_silu"):
+            q, k, v, tail = self.convolve(q, k, v, context, cache)
+        if row.value_residual:
+            if self.layer == 0:
+                context.first_v = v
+            else:
+                v = v + (context.first_v - v) * torch.sigmoid(self.value_gate(xs.get("v", x))).unflatten(-1, v.shape[-2:])
+        if row.rotary == "before":
+            q, k = rotate(q, context.rotary), rotate(k, context.rotary)
+        if row.left:
+            k, v = self.leaving(k, v, context, cache)
+        if row.state_per == "query":
+            k, v, k_raw = (y.repeat_interleave(shape.heads // shape.kv_heads, dim=2) for y in (k, v, k_raw))
+        q, k = self.features(q, "map_q"), self.features(k, "map_k")
+        if row.rotary == "after":
+            q, k = rotate(q, context.rotary), rotate(k, context.rotary)
+        if row.scaled:
+            q = q * shape.head_dim**-0.5
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        padded = None if context.position is None else context.position < 0
+        if row.recurrence == "mlstm":
+            o, state = self.mlstm(q, k, v, x_decay, x_write, padded, context, cache)
+            den = None
+        else:
+            o, den, state = self.linear(q, k, v, k_raw, x_decay, x_write, padded, context, cache)
+        if row.extra == "skip":
+            o = o + self.skip[:, None] * v.repeat_interleave(o.shape[2] // v.shape[2], dim=2)
+        if row.output_norm in ("group", "layer"):
+            o = F.layer_norm(o, o.shape[-1:], eps=1e-5)
+        elif row.output_norm == "rms":
+            o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + 1e-5)
+        if row.output_norm in ("layer", "rms"):
+            o = o * self.norm_weight
+        if row.output_norm == "layer":
+            o = o + self.norm_bias
+        if row.extra == "bonus7":
+            R = o.shape[2] // v.shape[2]
+            now = (q.unflatten(2, (-1, R)) * (self.bonus * k)[:, :, :, None]).sum(-1, keepdim=True) * v[:, :, :, None]
+            o = o + now.flatten(2, 3)
+        if row.output_gate != "none":
+            act = F.silu if row.output_gate in ("silu", "silu_one") else torch.sigmoid if row.output_gate == "sigmoid" else lambda y: y
+            o = o * act(self.output_gate(xs.get("gate", x))).unflatten(-1, o.shape[-2:])
+        if row.output_norm == "rms_gated":
+            o = o * torch.rsqrt(o.square().mean((-2, -1), keepdim=True) + 1e-5) * self.norm_weight
+        if cache is not None:
+            for name, value in (state | tail).items():
+                cache[name].copy_(value)
+        return o, den
+
+    def mlstm(self, q, k, v, x_decay, x_write, padded, context, cache):
+        """(4)-(7); a padded step neither decays nor writes."""
+        i = 15 * torch.tanh(self.input_gate(x_write) / 15)  # soft-capped, so that exp(i) stays in range
+        f = self.forget_gate(x_decay)
+        if padded is not None:
+            i, f = i.masked_fill(padded[..., None], -math.inf), f.masked_fill(padded[..., None], math.inf)
+        o, state = self.ops.mlstm(q, k, v, i, f, state=None if cache is None else (cache["C"], cache["n"], cache["m"]),
+                                  segment=context.segment, normalizer=self.row.normalizer, scale=1.0)
+        return o, dict(zip("Cnm", state))
+
+    def linear(self, q, k, v, k_raw, x_decay, x_write, padded, context, cache):
+        """(8) or (9): the gates, then the recurrence. The normaliser is one more column of the state."""
+        row, b = self.row, None
+        log_a = self.log_decay(x_decay, k_raw, k)
+        if row.write == "dt":
+            v = v * F.softplus(self.dt(x_decay).to(v.dtype))[..., None]
+        if row.write == "keep_less":
+            k = k * -torch.expm1(self.per_row(log_a))
+        if row.write == "beta":
+            beta = torch.sigmoid(self.beta(x_write).to(v.dtype))[..., None]
+            b, c, k = -beta * (1 if log_a is None else self.per_row(log_a).exp()) * k, k, beta * k
+        if row.write in ("rwkv7", "rad_rwkv7"):
+            rate = torch.sigmoid(self.rate(x_write).to(v.dtype)).unflatten(-1, k.shape[-2:])
+            c = F.normalize(k * self.k_k if row.write == "rwkv7" else k, dim=-1, eps=1e-6)
+            b = -rate * c
+            k = k * (1 + (rate - 1) * self.k_a if row.write == "rwkv7" else 1 - self.per_row(log_a).exp() + rate)
+        if padded is not None:  # after the features, for phi(0) is not 0
+            k = k.masked_fill(padded[..., None, None], 0)
+            b = b if b is None else b.masked_fill(padded[..., None, None], 0)
+            log_a = log_a if log_a is None else log_a.masked_fill(padded.reshape(*padded.shape, *[1] * (log_a.ndim - 2)), 0)
+        if row.left:
+            k = k.masked_fill((context.step < self.window + self.keep)[..., None, None], 0)
+        divides = row.normalizer == "plain"
+        if divides:
+            v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+        state = None if cache is None else torch.cat([cache["C"], cache["n"][..., None]], -1) if divides else cache["C"]
+        if b is None:
+            o, C = self.ops.scan(q, k, v, log_a, state=state, segment=context.segment, bonus=self.bonus if row.extra == "bonus" else None)
+        else:
+            o, C = self.ops.delta(q, k, v, log_a, b, c, state=state, segment=context.segment)
+        if divides:
+            return o[..., :-1], o[..., -1:], {"C": C[..., :-1], "n": C[..., -1]}
+        return o, None, {"C": C}
+
+    def log_decay(self, x, k_raw, k):
+        """log a, (B, T, Hs) or per row of the state (B, T, Hs, D); None for no decay."""
+        kind, dtype = self.row.decay, k.dtype
+        if kind in FIXED_DECAYS:
+            g = fixed_decay(kind, k.shape[2])
+            return g if g is None else g.to(k.device, dtype).expand(k.shape[:3])
+        if kind == "key":
+            return F.logsigmoid(k_raw.to(dtype)) / 16
+        if kind == "softplus":
+            return -self.log_A.to(dtype).exp() * F.softplus(self.dt(x).to(dtype))
+        y = self.decay(x).to(dtype)
+        if kind == "sigmoid":
+            return F.logsigmoid(-y)
+        y = y.unflatten(-1, k.shape[-2:])
+        if kind == "low_rank":
+            return F.logsigmoid(y) / 16
+        if kind == "rwkv7":
+            return -math.exp(-0.5) * torch.sigmoid(y)
+        return (-y.exp()).clamp(min=-5) if kind == "exp_floor" else -y.exp()
+
+    @staticmethod
+    def per_row(log_a):
+        """log a with an axis that broadcasts against k (B, T, Hs, D)."""
+        return log_a if log_a.ndim == 4 else log_a[..., None]
+
+    def features(self, x, name):
+        """phi(x) of x (B, T, heads, D); `name` is map_q or map_k."""
+        if self.row.map == "dense":
+            x = getattr(self, name)(x.flatten(2)).unflatten(-1, x.shape[-2:])
+        elif self.row.map == "dct":
+            x = x @ self.dct.to(x.dtype)
+        elif self.row.map != "none":
+            x = getattr(self, name)(x)
+        return apply_features(x, self.row.features)
+
+    def shifted(self, x, context, cache):
+        """The token shift: by name, the mixes of x_t and x_{t-1} that it feeds ({} without one); and the tail for the cache."""
+        if self.row.inputs not in SHIFTS:
+            return {}, {}
+        both, tail = self.extend(x, 1, "shift", context, cache)
+        change = torch.where((context.step > 0)[..., None], both[:, :-1], 0) - x
+        base = x + change * self.shift_all if self.row.inputs == "ddlerp" else None
+        return {name: x + change * (mix if base is None else mix(base)) for name, mix in self.shift.items()}, tail
+
+    def convolve(self, q, k, v, context, cache):
+        """q, k, v through one causal depthwise convolution that does not cross documents; and the tail for the cache."""
+        x = torch.cat([y.flatten(2) for y in (q, k, v)], -1)
+        long, tail = self.extend(x, CONV - 1, "conv", context, cache)
+        T = x.shape[1]
+        taps = [torch.where((context.step >= d)[..., None], long[:, CONV - 1 - d : CONV - 1 - d + T], 0) * self.conv[:, CONV - 1 - d]
+                for d in range(CONV)]
+        y = sum(taps)
+        y = F.silu(y) if self.row.inputs == "conv_silu" else y
+        parts = y.split([z.shape[2] * z.shape[3] for z in (q, k, v)], -1)
+        return *(part.unflatten(-1, z.shape[-2:]) for part, z in zip(parts, (q, k, v))), tail
+
+    @staticmethod
+    def extend(x, n, name, context, cache):
+        """x (B, T, channels) behind the last n tokens before it (zeros if there are none); and the last n real ones after it."""
+        if cache is None:
+            return F.pad(x, (0, 0, n, 0)), {}
+        long = torch.cat([cache[name].to(x.dtype), x], 1)
+        index = context.length[:, None] + torch.arange(n, device=x.device)
+        return long, {name: long.gather(1, index[..., None].expand(-1, -1, x.shape[2]))}
+
+    def leaving(self, k, v, context, cache):
+        """The keys and values that leave the window as each token enters: those of W steps before, from the ring or the piece."""
+        B, T = context.step.shape
+        if cache is None:
+            return tuple(F.pad(y, (0, 0, 0, 0, self.window, 0))[:, :T] for y in (k, v))
+        left, seen = context.step - self.window, context.step[:, :1]  # the first step's position: the tokens seen before
+        slot = self.keep + (left - self.keep) % self.window
+        index = torch.where(left < seen, slot, self.keep + self.window + left - seen)[..., None, None].expand(-1, -1, *k.shape[2:])
+        return tuple(torch.cat([cache[name], y.to(cache[name].dtype)], 1).gather(1, index).to(y.dtype) for name, y in (("k", k), ("v", v)))
+
+
 class Attention(nn.Module):
     """The one layer that executes any row of the table. `window` is W, solved from the budget."""
 
-    def __init__(self, shape: Shape, row: Variant, window: int | None, ops=None):
+    def __init__(self, shape: Shape, row: Variant, window: int | None, ops=None, layer: int = 0):
         super().__init__()
         check_variant(row)
         E, H, Hk, D = shape.width, shape.heads, shape.kv_heads, shape.head_dim
@@ -498,44 +1065,68 @@ class Attention(nn.Module):
         if row.learned_sink:
             self.sink = nn.Parameter(torch.zeros(H))
         if row.far:
-            Hs = Hk if row.state_per == "kv" else H
-            if row.features != "identity":
-                self.feature_q, self.feature_k = HeadLinear(H, D), HeadLinear(Hs, D)
-            self.input_gate, self.forget_gate = nn.Linear(E, Hs), nn.Linear(E, Hs)
-            for gate in (self.input_gate, self.forget_gate):
-                nn.init.zeros_(gate.weight)
-            nn.init.zeros_(self.input_gate.bias)
-            self.forget_gate.bias.data.copy_(torch.linspace(3, 6, Hs))
+            self.far = FarBranch(shape, row.far, window, row.keep, layer, self.ops)
         if row.mix == "gate":
             self.mix_gate = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(H, 3 * D)),
                                               "bias": nn.Parameter(torch.zeros(H))})
+        if row.mix in ("shared", "shared_complement"):
+            self.gamma = nn.Parameter(torch.full((H,), math.log(0.1 / 0.9)))  # gamma = sigmoid(this) = 0.1
 
     def read(self, x: Tensor, context: Context, cache: dict[str, Tensor] | None = None) -> Tensor:
         """The layer's answer before W_o, (B, T, H, D), for x (B, T, E), the normalised block input.
 
         It is what stage I of the distillation matches; the block applies o_proj.
-        """
-        row, (q, k, v) = self.row, self.qkv(x)
-        near = self.near(q, k, v, context, cache) if row.window is not False else None
-        far = self.far(x, q, k, v, context, cache) if row.far else None
-        if row.mix is None:
-            return near if far is None else far
-        g = self.gate(q, k, v)[..., None]
-        return g * far + (1 - g) * near
 
-    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, T, H, D), k and v (B, T, Hk, D) of x (B, T, E): after the q/k norm, before rotary."""
-        q, k, v = (proj(x).unflatten(-1, (-1, self.shape.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        return (self.q_norm(q), self.k_norm(k), v) if self.shape.qk_norm else (q, k, v)
+            mix 'gate'     o = g far + (1-g) near                                          (11)
+            mix 'shared'   o = (gamma sum_s e^{a_s - c} v_s + C^T q) / (gamma sum_s e^{a_s - c} + n . q)      (12)
+
+        In (12) s runs over the window, c is the greatest a_s (a learned sink counts) and scales the window alone: it is
+        part of LoLCATs' definition, not a stabiliser.
+        """
+        row = self.row
+        projected = None if row.window is False and row.far.inputs in SHIFTS else self.project(x, x, x)
+        if row.far:  # first: it reads the ring before the window writes it
+            o, den = self.far(x, projected, self, context, cache)
+            far = o if den is None or row.mix in ("shared", "shared_complement") else o / den.clamp(min=1e-6)  # ReLU's zeros: 0/0
+            if row.window is False:
+                return far.to(x.dtype)
+        q, k, v = *self.normalise(*projected[:2]), projected[2]
+        near, lse, peak = self.near(q, k, v, context, cache)
+        if row.mix is None:
+            return near
+        if row.mix == "gate":
+            g = self.gate(q, k, v)[..., None]
+            return g * far.to(x.dtype) + (1 - g) * near                                    # (11)
+        if row.mix == "half":
+            return (far.to(x.dtype) + near) / 2
+        gamma = torch.sigmoid(self.gamma)
+        if row.learned_sink:
+            lse, peak = torch.logaddexp(lse, self.sink.to(lse.dtype)), torch.maximum(peak, self.sink.to(peak.dtype))
+        weight = (gamma * (lse - peak.masked_fill(peak == -math.inf, 0)).exp())[..., None]
+        if row.mix == "shared_complement":
+            far, den = far * (1 - gamma[:, None]), den * (1 - gamma[:, None])
+        return ((weight * near + far) / (weight + den).clamp(min=torch.finfo(den.dtype).tiny)).to(x.dtype)    # (12)
+
+    def project(self, x_q: Tensor, x_k: Tensor, x_v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, T, H, D), k and v (B, T, Hk, D) of three inputs (B, T, E)."""
+        return tuple(proj(x).unflatten(-1, (-1, self.shape.head_dim))
+                     for proj, x in ((self.q_proj, x_q), (self.k_proj, x_k), (self.v_proj, x_v)))
+
+    def normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k after the teacher's q/k norm, if it has one."""
+        return (self.q_norm(q), self.k_norm(k)) if self.shape.qk_norm else (q, k)
 
     def near(self, q, k, v, context, cache):
-        """The window and the sinks. With a cache, keys and values are rounded to its dtype before any use, so
-        that pieces of any size give the same answer."""
+        """The window and the sinks: o, and for (12) the log-sum-exp and the greatest score, else None. With a cache, keys and
+        values are rounded to its dtype before any use, so that pieces of any size give the same answer."""
         row, sink = self.row, self.sink if self.row.learned_sink else None
+        shared = row.mix in ("shared", "shared_complement")
         q_keep = rotate(q, context.rotary_keep) if context.rotary_keep else None
         q, k = rotate(q, context.rotary), rotate(k, context.rotary)
         if cache is None:
-            return self.ops.attend(q, k, v, sink, window=self.window, keep=row.keep, segment=context.segment, q_keep=q_keep)
+            o = self.ops.attend(q, k, v, sink, window=self.window, keep=row.keep, segment=context.segment, q_keep=q_keep,
+                                return_peak=shared)
+            return o if shared else (o, None, None)
         k, v = k.to(cache["k"].dtype), v.to(cache["v"].dtype)
         rows, slots, steps = context.write
         if q.shape[1] == 1:  # one token: write it, then read the ring as it is
@@ -544,30 +1135,7 @@ class Attention(nn.Module):
         else:  # a piece: early queries still need keys that late ones evict
             keys, values = torch.cat([cache["k"], k], 1), torch.cat([cache["v"], v], 1)
             cache["k"][rows, slots], cache["v"][rows, slots] = k[rows, steps], v[rows, steps]
-        return attend_masked(q, keys.to(q.dtype), values.to(q.dtype), context.mask, sink, q_keep=q_keep, kept=context.kept)[0]
-
-    def far(self, x, q, k, v, context, cache):
-        """The recurrent state: gates from x, features from q and k, then the recurrence."""
-        row = self.row
-        if row.far_rotary:
-            q, k = rotate(q, context.rotary), rotate(k, context.rotary)
-        if row.state_per == "query":
-            k, v = (t.repeat_interleave(self.shape.heads // self.shape.kv_heads, dim=2) for t in (k, v))
-        if row.features != "identity":
-            q, k = self.feature_q(q), self.feature_k(k)
-        q, k = feature_map(q, row.features), feature_map(k, row.features)
-        i = 15 * torch.tanh(self.input_gate(x) / 15)  # soft-capped, so that exp(i) stays in range
-        f = self.forget_gate(x)
-        if context.position is not None:  # a padded step neither decays nor writes
-            padded = (context.position < 0)[..., None]
-            i, f = i.masked_fill(padded, -math.inf), f.masked_fill(padded, math.inf)
-        state = None if cache is None else (cache["C"], cache["n"], cache["m"])
-        o, state = self.ops.mlstm(q, k, v, i, f, state=state, segment=context.segment, normalizer=row.normalizer,
-                                  scale=1.0 if row.features == "l2" else None)
-        if cache is not None:
-            for name, value in zip("Cnm", state):
-                cache[name].copy_(value)
-        return o.to(x.dtype)
+        return attend_masked(q, keys.to(q.dtype), values.to(q.dtype), context.mask, sink, q_keep=q_keep, kept=context.kept)
 
     def gate(self, q, k, v) -> Tensor:
         """g (B, T, H): how much of the answer is the state's."""
@@ -597,10 +1165,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Pre-norm decoder layer of the Qwen3 and Llama families."""
 
-    def __init__(self, shape: Shape, row: Variant, window: int | None, ops=None):
+    def __init__(self, shape: Shape, row: Variant, window: int | None, ops=None, layer: int = 0):
         super().__init__()
         self.input_layernorm = RMSNorm(shape.width, shape.norm_eps)
-        self.self_attn = Attention(shape, row, window, ops)
+        self.self_attn = Attention(shape, row, window, ops, layer)
         self.post_attention_layernorm = RMSNorm(shape.width, shape.norm_eps)
         self.mlp = MLP(shape)
 
@@ -643,7 +1211,7 @@ class Decoder(nn.Module):
             raise UserError(f"variant {row.name} needs a window of at least 1 token, not {window}")
         self.shape, self.row, self.window = shape, row, window
         self.embed_tokens = nn.Embedding(shape.vocab, shape.width)
-        self.layers = nn.ModuleList(Block(shape, row, window, ops) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(Block(shape, row, window, ops, l) for l in range(shape.layers))
         self.norm = RMSNorm(shape.width, shape.norm_eps)
         if not shape.tied:
             self.lm_head = nn.Linear(shape.width, shape.vocab, bias=False)
@@ -668,13 +1236,13 @@ class Decoder(nn.Module):
         elif segment is not None:
             step = document_positions(segment)
         dtype, D, theta = self.embed_tokens.weight.dtype, self.shape.head_dim, self.shape.rope_theta
-        context = Context(rotary_table(step, D, theta, dtype), None, segment)
+        context = Context(rotary_table(step, D, theta, dtype), None, step, segment)
         N, W = self.row.keep, self.window
         if self.row.sink_positions == "in-cache" and N:
             context.rotary_keep = rotary_table(step.clamp(max=N + W - 1), D, theta, dtype)
         if cache is None:
             return context
-        length = torch.full_like(cache.seen, T) if length is None else length
+        length = context.length = torch.full_like(cache.seen, T) if length is None else length
         context.position = torch.where(step < (cache.seen + length)[:, None], step, -1)
         if self.row.window is False:
             return context
@@ -847,8 +1415,9 @@ def main() -> None:
     budget = BUDGET.get(shape.name, 576) if args.budget is None else args.budget
     if budget < 1:
         raise UserError(f"--budget {budget}: must be at least 1 token")
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in Decoder(shape, VARIANTS["full"]).parameters())
+    with torch.device("meta"):  # blocks, final norm, embedding, head; drawing a meta embedding would load PyTorch's compiler
+        block = sum(p.numel() for p in Block(shape, VARIANTS["full"], None).parameters())
+    parameters = shape.layers * block + shape.width + shape.vocab * shape.width * (1 if shape.tied else 2)
     token = token_bytes(shape)
     card = {"shape": shape.name, "layers": shape.layers, "parameters": parameters, "budget": budget,
             "bytes_per_token_per_layer": token, "bytes_per_token": token * shape.layers,
@@ -857,7 +1426,7 @@ def main() -> None:
           f"key/value heads of {shape.head_dim}, {parameters:,} parameters")
     print(f"one cached token: {token:,} B a layer, {card['bytes_per_token'] / 1024:g} KiB in all layers (bfloat16)")
     print(f"budget: {budget} tokens = {token * budget / 2**20:.4g} MiB a layer, {card['budget_bytes'] / 2**20:.4g} MiB a model\n")
-    print(f"{'variant':<22}{'window':>8}{'sinks':>9}{'state':>16}{'B/layer':>12}{'nominal':>10}{'exact':>10}{'MiB/model':>11}{'new params':>13}")
+    print(f"{'variant':<22}{'window':>8}{'sinks':>9}{'state':>16}{'B/layer':>12}{'nominal':>10}{'exact':>10}{'MiB/model':>11}{'new params':>15}")
     rows, misfits = [], []
     for row in VARIANTS.values():
         try:
@@ -872,7 +1441,7 @@ def main() -> None:
             f"{r['bytes_per_layer']:,}", f"{r['tokens_nominal']:.2f}", f"{r['tokens_exact']:.2f}",
             f"{r['bytes_per_layer'] * shape.layers / 2**20:.4g}"]
         state = f"per {r['state']} head" if row.far else "-"
-        print(f"{row.name:<22}{window:>8}{sinks:>9}{state:>16}{cells[0]:>12}{cells[1]:>10}{cells[2]:>10}{cells[3]:>11}{r['parameters']:>13,}")
+        print(f"{row.name:<22}{window:>8}{sinks:>9}{state:>16}{cells[0]:>12}{cells[1]:>10}{cells[2]:>10}{cells[3]:>11}{r['parameters']:>15,}")
     print("\nnominal counts the matrix states alone, as [B] does; exact counts every byte (normaliser and stabiliser too).")
     print(json.dumps({"card": card, "variants": rows}))
     if misfits:

@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 import fast
 import reference
-from reference import (BUDGET, MINI, VARIANTS, Decoder, Parser, UserError, build, cli, is_new, memory_row, parse_row,
+from reference import (BUDGET, FARS, MINI, VARIANTS, WORDS, Decoder, Parser, UserError, build, cli, is_new, memory_row, combine,
                        pick_device, rotate, use_cores)
 from tasks import (LENGTHS, TRAINING, Text, drill_problem, open_teacher, queue_batch, queue_problem, queue_problems,
                    read_documents, solve, window_bound)
@@ -70,7 +70,7 @@ RECIPES = {
     "mini": Recipe(stage1_steps=30, steps=250, batch=8, lr1=1e-2, lr=1e-3, lr_new=3e-3,
                    gate_bias=1, sink_start="zero"),
     "none": Recipe(stage1_steps=0, steps=2000, batch=13, lr1=0, lr=3e-3, lr_new=0, gate_bias=0, sink_start="zero"),
-    "text": Recipe(stage1_steps=20, steps=60, batch=2, lr1=1e-2, lr=5e-5, lr_new=2e-3,
+    "text": Recipe(stage1_steps=20, steps=40, batch=1, lr1=1e-2, lr=5e-5, lr_new=2e-3,
                    gate_bias=-3, sink_start="teacher"),
 }
 DRILLS = 300  # first steps of a teacher's training: look-ups alone; without them they stay at chance
@@ -143,7 +143,8 @@ def start_sinks(student: Decoder, teacher: Decoder, tokens: Tensor) -> None:
     """
     context, x = teacher.context(tokens), teacher.embed_tokens(tokens)
     for theirs, ours in zip(teacher.layers, student.layers):
-        q, k, _ = theirs.self_attn.qkv(theirs.input_layernorm(x))
+        y = theirs.input_layernorm(x)
+        q, k = theirs.self_attn.normalise(*theirs.self_attn.project(y, y, y)[:2])
         q, k = rotate(q, context.rotary), rotate(k, context.rotary)
         first = k[:, :1].repeat_interleave(q.shape[2] // k.shape[2], dim=2)                      # (B, 1, H, D)
         ours.self_attn.sink.copy_((q * first).sum(-1)[:, 1:].float().mean((0, 1)) * q.shape[-1] ** -0.5)
@@ -186,7 +187,7 @@ class Run:
         preset = RECIPES.get(args.teacher, RECIPES["text"])
         given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe)}
         self.recipe = dataclasses.replace(preset, **{k: v for k, v in given.items() if v is not None})
-        self.row = parse_row(args.variant, args.row)
+        self.row = combine(args.variant, args.far, args.mix, args.row)
         if args.teacher == "none" and (args.variant != "full" or args.window or args.budget):
             raise UserError("--teacher none makes a teacher: give it --variant full, and no --budget or --window")
         if self.task == "queue" and args.data:
@@ -204,7 +205,7 @@ class Run:
         a = self.args
         return {
             "command": f"python train.py {shlex.join(sys.argv[1:])}".strip(),
-            "variant": a.variant, "teacher": a.teacher, "task": self.task, "data": a.data, "seed": a.seed,
+            "variant": self.row.name, "teacher": a.teacher, "task": self.task, "data": a.data, "seed": a.seed,
             "budget": self.budget, "recipe": dataclasses.asdict(self.recipe), "ce": a.ce, "ops": a.ops,
             "device": self.device.type, "threads": torch.get_num_threads(), **describe(self.student),
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
@@ -389,7 +390,8 @@ class Run:
 
 def default_out(args) -> str:
     """runs/VARIANT, and the teacher's name behind it unless that is the miniature's."""
-    return f"runs/{args.variant}" + ("" if args.teacher in ("mini", "none") else f"-{Path(args.teacher).resolve().name}")
+    name = "+".join(filter(None, (args.variant, args.far, args.mix)))
+    return f"runs/{name}" + ("" if args.teacher in ("mini", "none") else f"-{Path(args.teacher).resolve().name}")
 
 
 class Interrupt:
@@ -575,7 +577,9 @@ def main() -> None:
     what.add_argument("--data", help="text: a file, a .jsonl file or a folder (default: Python's standard library)")
     what.add_argument("--budget", type=int, help="tokens of memory a layer (default 72 for mini, else 576)")
     what.add_argument("--window", type=int, help="W, instead of the window that spends the budget")
-    what.add_argument("--row", action="append", default=[], metavar="FIELD=VALUE", help="change a field of the variant's row")
+    what.add_argument("--far", choices=("none", *FARS), metavar="NAME", help=f"another far part for the variant: none {' '.join(FARS)}")
+    what.add_argument("--mix", choices=("none", *filter(None, WORDS["mix"])), help="another mix of window and state")
+    what.add_argument("--row", action="append", default=[], metavar="FIELD=VALUE", help="change a field of the variant's row or its far part (python reference.py --explain NAME)")
     how = parser.add_argument_group("how (defaults depend on the teacher)")
     how.add_argument("--steps", type=int, help="steps of stage II")
     how.add_argument("--stage1-steps", type=int, help="steps of stage I")

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from reference import Decoder, Shape, UserError, Variant, is_new
+from reference import Decoder, Far, Shape, UserError, Variant, is_new
 
 
 class Fields:
@@ -415,7 +415,7 @@ class RunWeights(HFWeights):
         self.config = read_json(self.path / "config.json")
         try:
             self.model_shape = Shape(**self.config["shape"])
-            self.row, self.window = Variant(**self.config["row"]), self.config["window"]
+            self.row, self.window = read_row(self.config["row"]), self.config["window"]
         except (KeyError, TypeError) as error:
             raise UserError(f"{self.path / 'config.json'}: not the config of a run folder ({error})") from None
         file = self.path / "student.safetensors"
@@ -435,6 +435,11 @@ def load_run(folder, ops=None, device="cpu") -> tuple[Decoder, RunWeights]:
     model = Decoder(source.model_shape, source.row, source.window, ops).to(device)
     load_weights(model, source)
     return model.eval(), source
+
+
+def read_row(fields: dict) -> Variant:
+    """The row that `describe` wrote. Raises TypeError for fields it does not know."""
+    return Variant(**fields | {"far": fields["far"] and Far(**fields["far"])})
 
 
 def describe(model: Decoder) -> dict:

@@ -45,7 +45,11 @@ SHAPE = Shape("tiny", layers=2, width=20, heads=10, kv_heads=5, head_dim=8, ffn=
 
 
 def changed(name, label, **fields):
-    return dataclasses.replace(VARIANTS[name], name=f"{name}-{label}", **fields)
+    """The row with fields of its own or of its far part changed."""
+    row = VARIANTS[name]
+    near = {field: value for field, value in fields.items() if field in row.__dataclass_fields__}
+    far = {field: value for field, value in fields.items() if field not in near}
+    return dataclasses.replace(row, name=f"{name}-{label}", **near, **({"far": dataclasses.replace(row.far, **far)} if far else {}))
 
 
 ROWS = [*VARIANTS.values(),  # the registry, then what its rows leave out
@@ -53,7 +57,10 @@ ROWS = [*VARIANTS.values(),  # the registry, then what its rows leave out
         changed("swa_sink_tokens", "learned", learned_sink=True),
         changed("bifocal", "softmax", features="softmax", normalizer="plain"),
         changed("bifocal", "in-cache", keep=4, sink_positions="in-cache"),
-        changed("bifocal_state", "rotary", features="identity", far_rotary=True)]
+        changed("bifocal_state", "rotary", features="identity", map="none", rotary="before", scaled=True),
+        changed("rwkv7", "raw", normed=False, state_per="kv"),
+        changed("supra", "retnet", decay="retnet", state_per="kv", rotary="none", normalizer="plain", output_norm="none"),
+        changed("lolcats", "sinks", keep=2, learned_sink=True, decay="alibi", state_per="kv", mix="shared_complement")]
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 

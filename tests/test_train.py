@@ -250,8 +250,9 @@ def test_mistakes(args, words, tmp_path, monkeypatch, capsys):
 def test_default_folder_names_the_teacher(tmp_path):
     """README's two trainings of the same variant, on the miniature and on a real model, do not meet in one folder."""
     from argparse import Namespace
-    names = [train.default_out(Namespace(variant="bifocal", teacher=t)) for t in ("mini", "smollm2", str(tmp_path / "Qwen3-4B"))]
-    assert names == ["runs/bifocal", "runs/bifocal-smollm2", "runs/bifocal-Qwen3-4B"]
+    names = [train.default_out(Namespace(variant="bifocal", far=far, mix=mix, teacher=t)) for t, far, mix in (
+        ("mini", None, None), ("smollm2", None, None), (str(tmp_path / "Qwen3-4B"), None, None), ("mini", "gdn", "half"))]
+    assert names == ["runs/bifocal", "runs/bifocal-smollm2", "runs/bifocal-Qwen3-4B", "runs/bifocal+gdn+half"]
 
 
 def test_cuda_is_refused_where_there_is_none(tmp_path, monkeypatch, capsys):
