@@ -350,26 +350,32 @@ def quadratic(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None = None, b: T
     # each sum of log decays is added up from its own steps: a difference of two running sums loses what a strong decay swallows
     sums, total = torch.where(below, g[:, :, :, None], 0).cumsum(2), g.cumsum(2)              # (B, Hs, T, T, .), (B, Hs, T, .)
     E, carry = sums.masked_fill(~seen, -math.inf).exp(), total.masked_fill(~live, -math.inf).exp()
-    before = F.pad(sums[:, :, :-1], (0, 0, 0, 0, 1, 0)).masked_fill(~(seen & below), -math.inf).exp()
     carry_before = F.pad(total[:, :, :-1], (0, 0, 1, 0)).masked_fill(~live, -math.inf).exp()
+    later = c[:, :, None] if c is not None else q if bonus is not None else q[:, :, :0]  # what reads the state before its step
+    x = torch.cat([q, F.pad(later[..., 1:, :], (0, 0, 0, 1))], 2)  # [x, y)_t is row t-1 of [x one step later, y]
 
-    def pairs(x, y, E):  # [x, y]: x (B, Hs, R, T, D), y (B, Hs, T, D) -> (B, Hs, R, T, T)
+    def pairs(y):  # [q, y] and [later, y): (B, Hs, R or 1, T, T)
         if E.shape[-1] == 1:
-            return (x @ y[:, :, None].transpose(-1, -2)) * E[:, :, None, ..., 0]
-        return torch.einsum("bhrtd,bhtsd->bhrts", x, E * y[:, :, None])
+            p = (x @ y[:, :, None].transpose(-1, -2)) * E[:, :, None, ..., 0]
+        else:
+            p = torch.einsum("bhrtd,bhtsd->bhrts", x, E * y[:, :, None])
+        now, then = p.split([H // Hs, p.shape[2] - H // Hs], 2)
+        return now, F.pad(then[..., :-1, :], (0, 0, 1, 0)) * seen[:, :, None, ..., 0]
 
+    qk, ck = pairs(k)
     if bonus is None:
-        o = pairs(q, k, E) @ v[:, :, None] + (q * carry[:, :, None]) @ C[:, :, None]
+        o = qk @ v[:, :, None] + (q * carry[:, :, None]) @ C[:, :, None]
     else:
         now = torch.einsum("bhrtd,bhtd->bhrt", q, bonus.to(dtype)[:, None] * k)
-        o = pairs(q, k, before) @ v[:, :, None] + now[..., None] * v[:, :, None] + (q * carry_before[:, :, None]) @ C[:, :, None]
+        o = ck @ v[:, :, None] + now[..., None] * v[:, :, None] + (q * carry_before[:, :, None]) @ C[:, :, None]
     last = E[:, :, -1]                                                                        # (B, Hs, T, .)
     new = carry[:, :, -1, :, None] * C + (last * k).transpose(-1, -2) @ v
     if b is not None:
-        right = pairs(c[:, :, None], k, before)[:, :, 0] @ v + (c * carry_before) @ C
-        left = torch.eye(T, dtype=dtype, device=q.device) - pairs(c[:, :, None], b, before)[:, :, 0]
+        qb, cb = pairs(b)
+        right = ck[:, :, 0] @ v + (c * carry_before) @ C
+        left = torch.eye(T, dtype=dtype, device=q.device) - cb[:, :, 0]
         U = torch.linalg.solve_triangular(left, right, upper=False, unitriangular=True)       # (10)
-        o, new = o + pairs(q, b, E) @ U[:, :, None], new + (last * b).transpose(-1, -2) @ U
+        o, new = o + qb @ U[:, :, None], new + (last * b).transpose(-1, -2) @ U
     return o.permute(0, 3, 1, 2, 4).reshape(B, T, H, Dv), new
 
 

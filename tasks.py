@@ -31,6 +31,7 @@ from pathlib import Path
 
 import numpy as np
 import tiktoken
+import torch
 
 from reference import Decoder, Parser, UserError, cli, generate
 from weights import GGUFWeights, HFWeights, RunWeights, find_smollm2, import_gguf, read_json
@@ -174,6 +175,17 @@ def solve(model: Decoder, problems: list[Problem], *, batch: int = 200) -> tuple
             text = tokenizer.decode(ids)
             outcomes.append(Outcome(text, text == problem.answer, ids[-1] not in tokenizer.stop))
     return outcomes, held
+
+
+@torch.no_grad()
+def look_up_accuracy(model: Decoder, problems: list[Problem]) -> float:
+    """The share of look-ups that the model gets right while reading the right answers: every step's y, given all before it."""
+    rows, mask = queue_batch(problems)
+    tokens, place = torch.from_numpy(rows), np.cumsum(mask, 1) - 1  # index within the answer: LINE tokens a step, y the third
+    asked = torch.from_numpy(mask & (place % LINE == 2))[:, 1:]
+    device = model.embed_tokens.weight.device
+    right = [(model(t[None, :-1].to(device))[0].argmax(-1).cpu() == t[1:])[a] for t, a in zip(tokens, asked)]
+    return torch.cat(right).double().mean().item()
 
 
 def boxed(text: str) -> str | None:

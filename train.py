@@ -1,6 +1,8 @@
 """train.py: distil a student with a fixed memory from a full-attention teacher.
 
     python train.py --variant bifocal                        # the miniature, some minutes on a laptop CPU
+    python train.py --far gdn --mix half --window 56         # any far part, any mix, any window
+    python train.py --variant all                            # every row of the table, one after the other
     python train.py --variant swa_learned_sink               # its strongest simple rival, the same recipe
     python train.py --variant bifocal --teacher smollm2      # a real pretrained model on real text
     python train.py --variant bifocal --teacher DIR          # a Hugging Face folder (Qwen3, Qwen2.5, Llama)
@@ -40,9 +42,9 @@ from tqdm import tqdm
 import fast
 import reference
 from reference import (BUDGET, FARS, MINI, VARIANTS, WORDS, Decoder, Parser, UserError, build, cli, is_new, memory_row, combine,
-                       pick_device, rotate, use_cores)
-from tasks import (LENGTHS, TRAINING, Text, drill_problem, open_teacher, queue_batch, queue_problem, queue_problems,
-                   read_documents, solve, window_bound)
+                       pick_device, rotate, solve_window, use_cores)
+from tasks import (LENGTHS, TRAINING, Text, drill_problem, look_up_accuracy, open_teacher, queue_batch, queue_problem,
+                   queue_problems, read_documents, solve, window_bound)
 from weights import RunWeights, describe, load_weights, read_json, save_weights, write_json, write_whole
 
 PATIENCE = 5  # non-finite steps in a row before the run stops
@@ -458,7 +460,8 @@ def evaluate_queue(run: Run) -> dict:
         bound = None if run.student.window is None else float(np.mean([window_bound(p, run.student.window) for p in problems]))
         result["lengths"][str(n)] = {"n": len(problems), "exact": float(np.mean([o.exact for o in outcomes])),
                                 "truncated": int(sum(o.truncated for o in outcomes)), "window_bound": bound}
-    return result | {"bytes_per_layer": held}
+    return result | {"look_up": look_up_accuracy(run.student, queue_problems(min(50, run.args.problems), LENGTHS[-1])),
+                     "bytes_per_layer": held}
 
 
 def report_queue(run: Run, result: dict) -> None:
@@ -472,6 +475,7 @@ def report_queue(run: Run, result: dict) -> None:
         print(f"{10 * int(n) + 1:>16} {100 * r['exact']:>10.1f} {r['truncated']:>8} {cell:>10} {bound:>15}")
     if run.student.window:
         print(f"The window bound is what the best reader of {run.student.window} tokens alone could score.")
+    print(f"Look-ups right while reading the right answers of {10 * LENGTHS[-1] + 1} tokens: {100 * result['look_up']:.1f} %")
     problem = queue_problems(1, 4)[0]
     outcome = solve(run.student, [problem])[0][0]
     print(f"\none answer ({'right' if outcome.exact else 'wrong'}):\n{problem.prompt}{outcome.text}\n")
@@ -568,18 +572,96 @@ def run_command(args) -> int:
     return 0
 
 
+# ----------------------------------------------------------------------------- every variant
+
+
+ALL = {"stage1_steps": 15, "steps": 120, "problems": 100}  # the shorter recipe of --variant all, alike for all rows
+
+
+def all_rows(shape, budget: int) -> list[str]:
+    """The variants that --variant all trains: all but the teacher and those strict twins whose window is their row's own."""
+    def window(name):
+        return solve_window(shape, VARIANTS[name], budget)
+    return [name for name, row in VARIANTS.items()
+            if name != "full" and not (row.strict and window(name) == window(name.removesuffix("_strict")))]
+
+
+def train_all(args) -> int:
+    """Train every variant in a process of its own, --jobs at a time, finished ones not again; then one table. Exit status."""
+    if args.teacher != "mini" or args.far or args.mix or args.row or args.window:
+        raise UserError("--variant all is the miniature's table: leave out --teacher, --far, --mix, --row and --window")
+    root, names = Path(args.out or "runs/all"), all_rows(MINI, args.budget or BUDGET["mini"])
+    jobs = args.jobs or (1 if pick_device(args.device).type == "cuda" else os.cpu_count() or 1)
+    given = {flag: getattr(args, flag) for flag in (
+        "budget", "steps", "stage1_steps", "batch", "lr", "lr_new", "lr1", "gate_bias", "sink_start", "ce", "seed",
+        "checkpoint_every", "problems", "device", "ops")}
+    flags = [f"--{k.replace('_', '-')}={v}" for k, v in (given | {k: v for k, v in ALL.items() if given[k] is None}).items()
+             if v is not None]
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
+    waiting, running, failed = list(names), {}, {}
+    root.mkdir(parents=True, exist_ok=True)
+    try:
+        with tqdm(total=len(names), desc="variants", unit="row") as bar:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    name = waiting.pop(0)
+                    with open(root / f"{name}.txt", "w", encoding="utf-8") as out:
+                        running[name] = subprocess.Popen(
+                            [sys.executable, __file__, "--variant", name, "--out", str(root / name), "--resume", *flags],
+                            stdout=out, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": threads},
+                            start_new_session=True)  # Ctrl-C reaches us alone, and each child once
+                time.sleep(0.2)
+                for name, child in list(running.items()):
+                    if child.poll() is not None:
+                        del running[name]
+                        bar.update()
+                        if child.returncode:
+                            failed[name] = (root / f"{name}.txt").read_text(encoding="utf-8").strip().split("\n")[-1]
+                bar.set_postfix_str(" ".join(running), refresh=False)
+    except KeyboardInterrupt:
+        for child in running.values():
+            child.send_signal(signal.SIGINT)
+        for child in running.values():
+            child.wait()
+        print("interrupted: finished rows stay, the others continue where they stopped; the same command goes on", file=sys.stderr)
+        return 130
+    report_all(root, [name for name in names if name not in failed])
+    for name, line in failed.items():
+        print(f"{name} failed: {line} (see {root / name}.txt)", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def report_all(root: Path, names: list[str]) -> None:
+    """One line a variant: short is n = 2 and 4, long n = 32 and 60, in % exact; the last line is JSON."""
+    rows = []
+    for name in names:
+        config, metrics = read_json(root / name / "config.json"), read_json(root / name / "metrics.json")
+        rate = [json.loads(line)["tokens_per_s"] for line in (root / name / "log.jsonl").read_text(encoding="utf-8").splitlines()][-1]
+        exact = {n: r["exact"] for n, r in metrics["lengths"].items()}
+        rows.append({"name": name, "window": config["window"], "bytes_per_layer": metrics["bytes_per_layer"],
+                     "short": (exact["2"] + exact["4"]) / 2, "long": (exact["32"] + exact["60"]) / 2,
+                     "look_up": metrics["look_up"], "tokens_per_s": rate, "seeds": 1})
+    print(f"{'variant':<22}{'window':>7}{'B/layer':>9}{'short %':>9}{'long %':>8}{'look-up %':>11}{'train tok/s':>12}")
+    for r in rows:
+        print(f"{r['name']:<22}{r['window'] or '-':>7}{r['bytes_per_layer']:>9,}{100 * r['short']:>9.1f}{100 * r['long']:>8.1f}"
+              f"{100 * r['look_up']:>11.1f}{r['tokens_per_s']:>12,}")
+    print(json.dumps({"out": str(root), "variants": rows}))
+
+
 def main() -> None:
     """The command line."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("what")
-    what.add_argument("--variant", default="bifocal", choices=VARIANTS, metavar="NAME", help=f"the student: {' '.join(VARIANTS)}")
+    what.add_argument("--variant", default="bifocal", choices=(*VARIANTS, "all"), metavar="NAME",
+                      help=f"the student: {' '.join(VARIANTS)}; or all, one after the other with a shorter recipe, into one table")
     what.add_argument("--teacher", default="mini", help="mini, smollm2, a Hugging Face folder, or none (default mini)")
     what.add_argument("--data", help="text: a file, a .jsonl file or a folder (default: Python's standard library)")
     what.add_argument("--budget", type=int, help="tokens of memory a layer (default 72 for mini, else 576)")
     what.add_argument("--window", type=int, help="W, instead of the window that spends the budget")
     what.add_argument("--far", choices=("none", *FARS), metavar="NAME", help=f"another far part for the variant: none {' '.join(FARS)}")
     what.add_argument("--mix", choices=("none", *filter(None, WORDS["mix"])), help="another mix of window and state")
-    what.add_argument("--row", action="append", default=[], metavar="FIELD=VALUE", help="change a field of the variant's row or its far part (python reference.py --explain NAME)")
+    what.add_argument("--row", action="append", default=[], metavar="FIELD=VALUE",
+                      help="change a field of the variant's row or its far part (python reference.py --explain NAME)")
     how = parser.add_argument_group("how (defaults depend on the teacher)")
     how.add_argument("--steps", type=int, help="steps of stage II")
     how.add_argument("--stage1-steps", type=int, help="steps of stage I")
@@ -596,14 +678,18 @@ def main() -> None:
     where.add_argument("--out", help="run folder (default runs/VARIANT)")
     where.add_argument("--resume", action="store_true", help="continue the run in --out")
     where.add_argument("--checkpoint-every", type=int, default=25, metavar="STEPS")
-    where.add_argument("--problems", type=int, default=200, help="problems of each length to answer at the end (default 200)")
+    where.add_argument("--problems", type=int, help="problems of each length to answer at the end (default 200)")
+    where.add_argument("--jobs", type=int, help="with --variant all: trainings at a time (default: one a core)")
     where.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     where.add_argument("--ops", choices=("fast", "reference"), default="fast")
     args = parser.parse_args()
     for flag, least in (("budget", 1), ("window", 1), ("steps", 1), ("stage1_steps", 0), ("batch", 1), ("length", 2), ("seed", 0),
-                        ("checkpoint_every", 1), ("problems", 1), ("lr", 0), ("lr_new", 0), ("lr1", 0), ("ce", 0)):
+                        ("checkpoint_every", 1), ("problems", 1), ("jobs", 1), ("lr", 0), ("lr_new", 0), ("lr1", 0), ("ce", 0)):
         if getattr(args, flag) is not None and getattr(args, flag) < least:
             raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least {least}")
+    if args.variant == "all":
+        raise SystemExit(train_all(args))
+    args.problems = args.problems or 200
     raise SystemExit(run_command(args))
 
 
