@@ -10,6 +10,7 @@ A variant is a row of the table VARIANTS; one layer (`Attention`) executes any r
 
     python reference.py                             # memory table of Qwen3-4B at 576 tokens a layer
     python reference.py --shape mini --budget 72    # the miniature, one eighth of it
+    python reference.py --explain bifocal           # one row: words, equation, bytes, what a query sees
 
 Glossary. One symbol, one meaning, in the whole project.
     B batch   T query positions   S key positions   E model width   V vocabulary   L layers
@@ -382,35 +383,61 @@ def quadratic(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None = None, b: T
 # ----------------------------------------------------------------------------- variants: the registry
 
 
+CONV = 4  # taps of the convolution
+SHIFTS = ("lerp", "ddlerp")
+FIXED_DECAYS = ("none", "alibi", "retnet", "dijiang")
+POSITIVE = ("softmax", "softmax_pm", "elu", "relu")
+SHARED = ("shared", "shared_complement")
+
+# Every word of a row and what it means. x is the layer's normalised input, h a head, W and b learned, l a low-rank map A B x.
+WORDS = {
+    "recurrence": {"scan": "C_t = diag(a_t) C_{t-1} + k_t v_t^T, o_t = C_t^T q_t (8)",
+                   "delta": "C_t = (diag(a_t) + b_t c_t^T) C_{t-1} + k_t v_t^T, o_t = C_t^T q_t (9)",
+                   "mlstm": "C_t = f' C_{t-1} + i' k_t v_t^T, o_t = C_t^T q_t, stabilised (4)-(7)"},
+    "state_per": {"kv": "one state per key/value head; its query heads read the same one, and what belongs to the key side (feature "
+                        "map, gates, bonus) is the key/value head's", "query": "one state per query head, k and v repeated"},
+    "inputs": {"x": "q, k, v and the gates are made from x", "conv": "q, k, v go through a causal depthwise convolution over 4 tokens",
+               "conv_silu": "q, k, v go through a causal depthwise convolution over 4 tokens, then SiLU",
+               "lerp": "token shift: q, k, v and the gates each from x_t + mu (x_{t-1} - x_t)",
+               "ddlerp": "token shift with mu = l(x_t + mu_0 (x_{t-1} - x_t)), tanh inside (RWKV-6)"},
+    "rotary": {"none": "no rotary embedding", "before": "rotary before the feature map", "after": "rotary after the feature map"},
+    "map": {"none": "no map", "head": "W y, D x D per head", "head_bias": "W y + b, D x D per head", "half": "W y, D x D/2 per head",
+            "dense": "W y + b over all heads together", "dct": "a fixed cosine transform, its columns times draws of N(0, 1)"},
+    "features": {"identity": "phi(y) = y", "l2": "phi(y) = y / |y|", "softmax": "phi(y) = softmax(y)", "elu": "phi(y) = elu(y) + 1",
+                 "softmax_pm": "phi(y) = [softmax(y); softmax(-y)]", "relu": "phi(y) = relu(y)"},
+    "decay": {"none": "a = 1", "alibi": "log a = -2^(-8(h+1)/H), fixed", "retnet": "a = 1 - 2^(-5-h), fixed",
+              "dijiang": "a = 1 - exp(linspace(log 1/32, log 1/512, H)), fixed",
+              "softplus": "log a = -A softplus(w.x + b), per head", "sigmoid": "a = sigmoid(-(w.x + b)), per head",
+              "mlstm": "f = sigmoid(w.x + b), per head", "low_rank": "a = sigmoid(l(x))^(1/16), per row of the state",
+              "exp": "log a = -exp(w0 + l(x)), tanh inside, per row", "exp_floor": "log a = max(-exp(w0 + l(x)), -5), tanh inside, per row",
+              "rwkv7": "log a = -e^(-1/2) sigmoid(w0 + l(x)), tanh inside, per row",
+              "key": "a = sigmoid(k)^(1/16), per row, k before the teacher's norm"},
+    "write": {"one": "k v^T as it is", "dt": "v times the step softplus(w.x + b) of the decay", "keep_less": "k (1 - a)",
+              "exp": "i = exp(w.x + b), the exponent soft-capped at 15", "beta": "beta = sigmoid(w.x + b): b = -beta a k, c = k, beta k written",
+              "rwkv7": "r = sigmoid(l(x)): c = k k_k / |k k_k|, b = -r c, k (1 + (r-1) k_a) written",
+              "rad_rwkv7": "r = sigmoid(l(x)): c = k / |k|, b = -r c, k (1 - a + r) written"},
+    "normalizer": {"none": "no normaliser", "plain": "o / (n . q), n the same sum of k", "floor": "o / max(|n . q|, 1), unscaled"},
+    "extra": {"none": "", "skip": "+ D_h v_t", "bonus": "o_t = (C_{t-1} + diag(u) k_t v_t^T)^T q_t: read before the decay, (8)",
+              "bonus7": "+ (q_t . r k_t) v_t, after the norm"},
+    "output_norm": {"none": "no norm", "group": "mean 0 and variance 1 per head", "layer": "layer norm per head, with weights",
+                    "rms": "RMS norm per head, with weights", "rms_gated": "RMS norm over all heads, after the gate, with weights"},
+    "output_gate": {"none": "no gate", "silu": "o SiLU(W x)", "sigmoid": "o sigmoid(W x), W = 0 at the start",
+                    "silu_one": "o SiLU(W x + b), 1 at the start", "low_rank": "o A sigmoid(B x), about 1 at the start"},
+    "sink_positions": {"original": "a sink keeps its true distance: what training with a mask gives",
+                       "in-cache": "a key's position is its index in the cache (StreamingLLM)"},
+    "mix": {None: "one branch", "gate": "o = g far + (1-g) near, g = sigmoid([q; k; v].w + b) per query head (11)",
+            "half": "o = (far + near) / 2", "shared": "one softmax normaliser for both (12)",
+            "shared_complement": "one normaliser, the state's part times 1 - gamma (12)"},
+}
+
+
 @dataclass(frozen=True)
 class Far:
-    """What a layer keeps in summary: one recurrence and the words that choose its inputs, features, gates and output.
+    """What a layer keeps in summary: one recurrence and the words, all in WORDS, for what enters and leaves it.
 
-    recurrence      'scan' (8), 'delta' (9) or 'mlstm' (4)-(7)
-    state_per       'kv' or 'query': one state per such head. Under 'kv' whatever belongs to the key side (feature map,
-                    gates, bonus) belongs to the key/value head, and the query heads of a group read one state.
-    inputs          what q, k, v and the gates are made from: 'x'; 'conv', q, k, v through a causal depthwise convolution
-                    over 4 tokens; 'conv_silu', SiLU after it; 'lerp', each its own mix of x_t and x_{t-1} (token shift);
-                    'ddlerp', that mix moved by a low-rank map of x (RWKV-6)
-    normed          q and k enter after the teacher's q/k norm (if it has one)
-    rotary          turn q and k 'before' the feature map, 'after' it, or 'none'
-    map, features   phi(x) = features(map(x)). map: 'none'; 'head' D x D per head; 'head_bias'; 'half' D x D/2;
-                    'dense' over all heads together, with a bias; 'dct' a fixed cosine transform with random signs and sizes.
-                    features: 'identity', 'l2' (unit length), 'softmax', 'softmax_pm' (of y and of -y, joined), 'elu' (+1), 'relu'
-    scaled          q times 1/sqrt(D)
-    decay           'none'; fixed: 'alibi', 'retnet', 'dijiang'; from x, per head: 'softplus', 'sigmoid', 'mlstm';
-                    from x, per row of the state: 'low_rank', 'exp', 'exp_floor', 'rwkv7'; from k: 'key'
-    write           how much is written: 'one'; 'dt' (v times the step of 'softplus'); 'keep_less' (k (1 - decay));
-                    'exp' (mlstm's input gate); delta: 'beta', 'rwkv7', 'rad_rwkv7'
-    normalizer      'none'; 'plain' divides by n . q; 'floor' see `mlstm`
-    extra           what reaches the answer past the state: 'none'; 'skip' D_h v_t; 'bonus' of (8); 'bonus7', (q . r k) v
-                    after the norm
-    output_norm     per head, 'group' (mean and variance), 'layer' (that, with weights), 'rms'; over all heads, after the
-                    gate: 'rms_gated'; 'none'
-    output_gate     'none'; of W_g x: 'silu', 'sigmoid' (W_g = 0 at the start), 'silu_one' (SiLU(W_g x + b) = 1 at the start);
-                    'low_rank'
-    value_residual  v moves towards the first layer's v by a low-rank gate (RWKV-7)
-    left            the state holds only the tokens that have left the window (LoLCATs)
+    normed: q and k enter after the teacher's q/k norm, if it has one. scaled: q times 1/sqrt(D).
+    value_residual: v moves towards the first layer's v by a low-rank gate (RWKV-7).
+    left: the state holds only the tokens that have left the window (LoLCATs).
     """
 
     recurrence: str = "scan"
@@ -430,21 +457,6 @@ class Far:
     value_residual: bool = False
     left: bool = False
 
-
-CONV = 4  # taps of the convolution
-SHIFTS = ("lerp", "ddlerp")
-FIXED_DECAYS = ("none", "alibi", "retnet", "dijiang")
-POSITIVE = ("softmax", "softmax_pm", "elu", "relu")
-WORDS = {  # the words of each field
-    "recurrence": ("scan", "delta", "mlstm"), "state_per": ("kv", "query"), "inputs": ("x", "conv", "conv_silu", "lerp", "ddlerp"),
-    "rotary": ("none", "before", "after"), "map": ("none", "head", "head_bias", "half", "dense", "dct"),
-    "features": ("identity", "l2", *POSITIVE), "normalizer": ("none", "plain", "floor"),
-    "decay": (*FIXED_DECAYS, "softplus", "sigmoid", "mlstm", "low_rank", "exp", "exp_floor", "rwkv7", "key"),
-    "write": ("one", "dt", "keep_less", "exp", "beta", "rwkv7", "rad_rwkv7"), "extra": ("none", "skip", "bonus", "bonus7"),
-    "output_norm": ("none", "group", "layer", "rms", "rms_gated"),
-    "output_gate": ("none", "silu", "sigmoid", "silu_one", "low_rank"),
-    "sink_positions": ("original", "in-cache"), "mix": (None, "gate", "half", "shared", "shared_complement"),
-}
 
 FARS = {
     "linear": Far(state_per="kv", rotary="before", features="elu", normalizer="plain"),
@@ -477,11 +489,9 @@ class Variant:
     window          True = a window that spends what is left of the budget; False = no softmax branch; None = keep everything
     keep            N, the kept sink tokens
     learned_sink    one logit per query head
-    sink_positions  'original' (what training with a mask gives) or 'in-cache' (StreamingLLM)
+    sink_positions  a word of WORDS
     far             a `Far`, or None
-    mix             None; 'gate': o = g far + (1-g) near, g = sigmoid([q; k; v] w + b) per query head ([P]), w = 0 at the
-                    start; 'half': g = 1/2; 'shared': one normaliser for both, see `Attention.read`; 'shared_complement':
-                    there the state's part is multiplied by 1 - gamma too
+    mix             a word of WORDS
     strict          the window fits the budget with every byte counted, not the matrix states alone
     """
 
@@ -580,7 +590,7 @@ def check_variant(row: Variant) -> None:
     far = row.far
     for part in (row, far) if far else (row,):
         for field, known in WORDS.items():
-            if getattr(part, field, known[0]) not in known:
+            if getattr(part, field, next(iter(known))) not in known:
                 raise UserError(f"variant {row.name}: {field} {getattr(part, field)!r} is not one of: {' '.join(map(str, known))}")
 
     def need(condition, message):
@@ -606,7 +616,7 @@ def check_variant(row: Variant) -> None:
     need(far.write != "keep_less" or far.decay != "none", "write=keep_less needs a decay")
     need(far.write != "rad_rwkv7" or far.decay != "none", "write=rad_rwkv7 needs a decay")
     need(far.extra != "bonus" or far.recurrence == "scan" and far.normalizer == "none", "extra=bonus needs a scan without normaliser")
-    if row.mix in ("shared", "shared_complement"):
+    if row.mix in SHARED:
         need(far.recurrence == "scan" and far.normalizer == "plain" and far.extra == far.output_norm == far.output_gate == "none",
              f"mix={row.mix} adds numerators and denominators: it needs a scan with normalizer=plain and nothing after it")
     if far.left:
@@ -1075,7 +1085,7 @@ class Attention(nn.Module):
         if row.mix == "gate":
             self.mix_gate = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(H, 3 * D)),
                                               "bias": nn.Parameter(torch.zeros(H))})
-        if row.mix in ("shared", "shared_complement"):
+        if row.mix in SHARED:
             self.gamma = nn.Parameter(torch.full((H,), math.log(0.1 / 0.9)))  # gamma = sigmoid(this) = 0.1
 
     def read(self, x: Tensor, context: Context, cache: dict[str, Tensor] | None = None) -> Tensor:
@@ -1093,7 +1103,7 @@ class Attention(nn.Module):
         projected = None if row.window is False and row.far.inputs in SHIFTS else self.project(x, x, x)
         if row.far:  # first: it reads the ring before the window writes it
             o, den = self.far(x, projected, self, context, cache)
-            far = o if den is None or row.mix in ("shared", "shared_complement") else o / den.clamp(min=1e-6)  # ReLU's zeros: 0/0
+            far = o if den is None or row.mix in SHARED else o / den.clamp(min=1e-6)  # ReLU's zeros: 0/0
             if row.window is False:
                 return far.to(x.dtype)
         q, k, v = *self.normalise(*projected[:2]), projected[2]
@@ -1126,7 +1136,7 @@ class Attention(nn.Module):
         """The window and the sinks: o, and for (12) the log-sum-exp and the greatest score, else None. With a cache, keys and
         values are rounded to its dtype before any use, so that pieces of any size give the same answer."""
         row, sink = self.row, self.sink if self.row.learned_sink else None
-        shared = row.mix in ("shared", "shared_complement")
+        shared = row.mix in SHARED
         q_keep = rotate(q, context.rotary_keep) if context.rotary_keep else None
         q, k = rotate(q, context.rotary), rotate(k, context.rotary)
         if cache is None:
@@ -1411,16 +1421,61 @@ def use_cores() -> None:
         torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
+def explain(shape: Shape, row: Variant, budget: int) -> str:
+    """The row in words, its equation, the tensors it holds and a picture of what a query sees."""
+    window, far = solve_window(shape, row, budget), row.far
+    near = {None: "every key", False: None, True: f"the last {window} tokens, the query's own included"}[row.window]
+    lines = [f"{row.name}: {row.note}", ""]
+    if near:
+        sinks = [f"the first {row.keep} tokens ({WORDS['sink_positions'][row.sink_positions]})"] * (row.keep > 0)
+        sinks += ["a learned sink logit in the softmax, its column dropped (3)"] * row.learned_sink
+        lines += ["near  o_t = sum_s softmax_s(q_t . k_s / sqrt(D)) v_s over " + "; and ".join([near, *sinks])]
+    if far:
+        lines += [f"far   {WORDS['recurrence'][far.recurrence]}"]
+        for field in dataclasses.fields(Far)[1:]:
+            value = getattr(far, field.name)
+            if isinstance(value, str) and (field.name == "state_per" or value != field.default):
+                lines += [f"      {field.name}={value}: {WORDS[field.name][value]}"]
+        lines += [f"      normed={far.normed}: q and k enter {'after' if far.normed else 'before'} the teacher's q/k norm"] * shape.qk_norm
+        lines += ["      scaled: q times 1/sqrt(D)"] * far.scaled
+        lines += ["      value_residual: v moves towards the first layer's v"] * far.value_residual
+        lines += ["      left: a token is written when it leaves the window"] * far.left
+    if row.mix:
+        lines += [f"mix   {WORDS['mix'][row.mix]}"]
+    lines += ["", f"what one layer holds for one sequence of {shape.name}" + ("" if window is None else f", budget {budget} tokens") + ":"]
+    cache = layer_cache(shape, row, 1 if row.window is None else window, device="meta")
+    for name, t in cache.items():
+        size = "T x " if row.window is None else ""
+        lines += [f"    {name:<6}{str(tuple(t.shape[1:])):<22}{str(t.dtype).removeprefix('torch.'):<10}{size}{t.nbytes:>11,} B"]
+    if row.window is not None:
+        lines += [f"    together {cache_bytes(cache):,} B = {cache_bytes(cache) / token_bytes(shape):.2f} tokens"]
+    width, w = 60, 60 if row.window is None else 22
+    gap = width - w
+    exact = " " * width if not near else "#" * w if row.window is None else ("#" * 4 if row.keep else " " * 4) + " " * (gap - 4) + "#" * w
+    lines += ["", "what a query at t sees:", "    token    0" + " " * (width - 2) + "t"]
+    if near:
+        lines += ["    exact    " + exact + ("" if row.window is None else f"   W = {window}" + (f", N = {row.keep}" if row.keep else ""))]
+    if far:
+        lines += ["    summary  " + ("~" * gap if far.left else "~" * width)]
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Print the card of a shape and the memory table of every variant; the last line is the same as JSON."""
     parser = Parser(description="The memory table: what every variant keeps under one budget.")
     parser.add_argument("--shape", choices=PRESETS, default="qwen3-4b")
     parser.add_argument("--budget", type=int, help="tokens of memory a layer (default 576; 72 for mini)")
+    parser.add_argument("--explain", metavar="VARIANT", help=f"one row in words: {' '.join(VARIANTS)}")
     args = parser.parse_args()
     shape = PRESETS[args.shape]
     budget = BUDGET.get(shape.name, 576) if args.budget is None else args.budget
     if budget < 1:
         raise UserError(f"--budget {budget}: must be at least 1 token")
+    if args.explain:
+        row = find_variant(args.explain)
+        print(explain(shape, row, budget))
+        print(json.dumps({"row": dataclasses.asdict(row)} | memory_row(shape, row, budget)))
+        return
     with torch.device("meta"):  # blocks, final norm, embedding, head; drawing a meta embedding would load PyTorch's compiler
         block = sum(p.numel() for p in Block(shape, VARIANTS["full"], None).parameters())
     parameters = shape.layers * block + shape.width + shape.vocab * shape.width * (1 if shape.tied else 2)

@@ -42,7 +42,7 @@ def run(module, name, tensors, options, dtype):
     leaves = {n: x.to(dtype).requires_grad_() for n, x in tensors.items()}
     arguments = {n: x for n, x in leaves.items() if n not in ("C", "n", "m")}
     if "C" in leaves:
-        arguments["state"] = tuple(leaves[n] for n in "Cnm")
+        arguments["state"] = tuple(leaves[n] for n in "Cnm") if "n" in leaves else leaves["C"]
     out = getattr(module, name)(**arguments, **options)
     out = [out] if torch.is_tensor(out) else [x for part in out for x in (part if isinstance(part, tuple) else [part])]
     loss = sum((x * draw(j, *x.shape).to(dtype)).masked_fill(x.isinf(), 0).sum() for j, x in enumerate(out))
@@ -61,7 +61,7 @@ def compare(name, tensors, options, dtypes=(torch.float64, torch.float32), gradi
 
 
 def test_signatures():
-    assert {"attend", "mlstm"} <= set(OPS)
+    assert {"attend", "mlstm", "scan", "delta"} <= set(OPS)
     for name in OPS:
         assert inspect.signature(getattr(fast, name)) == inspect.signature(getattr(reference, name)), name
 
@@ -169,35 +169,161 @@ def test_mlstm_gradient_through_the_state():
         close(torch.cat([a, b], 1), exact)
 
 
-# ---------------------------------------------------------------- both
+# ---------------------------------------------------------------- scan, delta
 
 
-@pytest.mark.parametrize("name", ["attend", "mlstm"])
+def linear_inputs(B, T, H, Hs, D, decay="vector", delta=False, bonus=False, state=False, Dv=None):
+    """Inputs of `scan`, or of `delta`: there b and c as a delta rule has them, so that the state stays bounded."""
+    tensors = dict(q=draw(1, B, T, H, D), k=draw(2, B, T, Hs, D), v=draw(3, B, T, Hs, Dv or D + 1))
+    if decay != "none":
+        tensors["log_a"] = -draw(4, B, T, Hs, *[D] * (decay == "vector")).square()
+    if delta:
+        c = torch.nn.functional.normalize(draw(6, B, T, Hs, D), dim=-1)
+        tensors |= dict(b=-c * draw(7, B, T, Hs, 1).sigmoid(), c=c) | ({} if decay != "none" else {"log_a": torch.zeros(B, T, Hs)})
+    if bonus:
+        tensors["bonus"] = draw(8, Hs, D)
+    return tensors | ({"C": draw(9, B, Hs, D, Dv or D + 1)} if state else {})
+
+
+def op(tensors):
+    return "delta" if "b" in tensors else "scan"
+
+
+@choices(D=(8, 16, 64), Hs=(3, 6), decay=("none", "scalar", "vector"), kind=("scan", "delta", "bonus"), segments=(False, True),
+         state=(False, True))
+def test_scan_and_delta(case):
+    """Chunks against the loop over t (case 11)."""
+    T, kind = min(case["T"], 140), case["kind"]
+    tensors = linear_inputs(2, T, 6, case["Hs"], case["D"], case["decay"], kind == "delta", kind == "bonus", case["state"])
+    compare(op(tensors), tensors, dict(segment=documents(2, T) if case["segments"] else None))
+
+
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("kind", ["scan", "delta", "bonus"])
+@pytest.mark.parametrize("decay", ["none", "scalar", "vector"])
+def test_quadratic_form(decay, kind, segments):
+    """The masked matrices against the loop, with a carried state, in float64; every gradient too."""
+    tensors = linear_inputs(2, 37, 6, 3, 5, decay, kind == "delta", kind == "bonus", True)
+    options = dict(segment=documents(2, 37) if segments else None)
+    exact, got = run(reference, op(tensors), tensors, options, torch.float64), run(reference, "quadratic", tensors, options, torch.float64)
+    for part in (0, 1):
+        for a, b in zip(got[part], exact[part], strict=True):
+            close(a, b)
+
+
+@pytest.mark.parametrize("log_a", [(-5.0, -5.0), (-0.05, -700.0), (-700.0, -700.0), (0.0, 0.0)], ids=str)
+@pytest.mark.parametrize("decay", ["scalar", "vector"])
+@pytest.mark.parametrize("kind", ["scan", "delta", "bonus"])
+def test_linear_strong_decay(log_a, decay, kind):
+    """Case 12: 100 steps of log decay -5, one step of -700: finite, equal, gradients too."""
+    tensors = linear_inputs(2, 100, 6, 3, 8, decay, kind == "delta", kind == "bonus", True)
+    tensors["log_a"] = torch.full_like(tensors["log_a"], log_a[0])
+    tensors["log_a"][:, 40] = log_a[1]
+    for segment in (None, documents(2, 100)):
+        compare(op(tensors), tensors, dict(segment=segment))
+
+
+@pytest.mark.parametrize("kind", ["scan", "delta", "bonus"])
+@pytest.mark.parametrize("module", [reference, fast], ids=lambda m: m.__name__)
+def test_linear_padded_steps(module, kind):
+    """Padded steps (k = b = 0, log_a = 0) leave the state bit-identical and the others as if they were not there."""
+    tensors = linear_inputs(2, 140, 6, 3, 8, "vector", kind == "delta", kind == "bonus", True)
+    padded = torch.zeros(140, dtype=torch.bool)
+    padded[1:4] = padded[60:70] = padded[128:] = True
+    short = {n: x[:, ~padded] if n not in ("C", "bonus") else x for n, x in tensors.items()}
+    for name in {"k", "b", "log_a"} & tensors.keys():
+        tensors[name][:, padded] = 0
+    (o, C), (o2, C2) = (run(module, op(tensors), x, {}, torch.float64)[0] for x in (tensors, short))
+    close(o[:, ~padded], o2)
+    close(C, C2)
+    idle = {n: x[:, 128:] if n not in ("C", "bonus") else x for n, x in tensors.items()}
+    assert torch.equal(run(module, op(tensors), idle, {}, torch.float64)[0][1], tensors["C"])
+
+
+@pytest.mark.parametrize("kind", ["scan", "delta", "bonus"])
+def test_linear_gradient_through_the_state(kind):
+    """Case 14: two segments of back-propagation equal one, cut inside a chunk."""
+    tensors = linear_inputs(2, 150, 6, 3, 8, "vector", kind == "delta", kind == "bonus", True)
+    fixed = {n: tensors[n] for n in ("C", "bonus") if n in tensors}
+    (o, C), gradients = run(fast, op(tensors), tensors, {}, torch.float64)
+    do, dC = draw(0, *o.shape), draw(1, *C.shape)
+    parts = [{n: x[:, part].clone().requires_grad_() for n, x in tensors.items() if n not in fixed}
+             for part in (slice(0, 90), slice(90, None))]
+    first, bonus = fixed["C"].clone().requires_grad_(), {n: fixed[n] for n in fixed if n == "bonus"}
+    o1, state = getattr(fast, op(tensors))(**parts[0], **bonus, state=first)
+    middle = state.detach().requires_grad_()
+    o2, final = getattr(fast, op(tensors))(**parts[1], **bonus, state=middle)
+    later = torch.autograd.grad([o2, final], [*parts[1].values(), middle], [do[:, 90:], dC])
+    earlier = torch.autograd.grad([o1, state], [*parts[0].values(), first], [do[:, :90], later[-1]])
+    close(torch.cat([o1, o2], 1), o)
+    exact = dict(zip(tensors, gradients))
+    for name, a, b in zip(parts[0], earlier, later):
+        close(torch.cat([a, b], 1), exact[name])
+    close(earlier[-1], exact["C"])
+
+
+@pytest.mark.parametrize("module", [reference, fast], ids=lambda m: m.__name__)
+def test_prefix(module):
+    """The outputs of x[:t] are those of x up to t: no chunk is anchored to the end."""
+    for delta in (False, True):
+        tensors = linear_inputs(1, 100, 4, 2, 8, "vector", delta)
+        o = getattr(module, op(tensors))(**tensors)[0]
+        for t in (1, 7, 16, 33, 99):
+            close(getattr(module, op(tensors))(**{n: x[:, :t] for n, x in tensors.items()})[0], o[:, :t])
+
+
+@pytest.mark.parametrize("module", [reference, fast], ids=lambda m: m.__name__)
+def test_ten_thousand_steps(module):
+    """Case 18: S = 0.999 S + 0.001 ends at 1 from bfloat16 inputs too: the state is never bfloat16."""
+    one = torch.ones(1, 10_000, 1, 1, dtype=torch.bfloat16)
+    for v, log_a in ((one * 0.001, torch.full((1, 10_000, 1), math.log(0.999))), (one, torch.zeros(1, 10_000, 1))):
+        o, C = module.scan(one, one, v, log_a)
+        assert C.dtype == torch.float32
+        expected = v[0, 0, 0, 0].item() * (1000 * (1 - 0.999**10_000) if log_a[0, 0, 0] else 10_000)
+        assert abs(C.item() - expected) < 1e-3 * expected and abs(o[0, -1].item() - expected) < 1e-2 * expected
+
+
+@pytest.mark.parametrize("module", [reference, fast], ids=lambda m: m.__name__)
+def test_gated_delta_known_values(module):
+    """Case 19: decay first, then the correction: 0.5, 0.625 (the other order gives 0.5, 0.5)."""
+    one = torch.ones(1, 2, 1, 1, dtype=torch.float64)
+    o, _ = module.delta(one, one / 2, one, one[..., 0] * math.log(0.5), -one / 4, one)
+    assert o.flatten().tolist() == [0.5, 0.625]
+
+
+# ---------------------------------------------------------------- all of them
+
+
+MAKE = {"attend": attend_inputs, "mlstm": mlstm_inputs, "scan": linear_inputs,
+        "delta": lambda *sizes: linear_inputs(*sizes, delta=True)}
+OPTIONS = {"attend": dict(window=9, keep=3)}
+
+
+@pytest.mark.parametrize("name", MAKE)
 def test_packed_documents(name):
     """Case 15: what another document of the row holds leaves a document bit-identical."""
     segment = torch.repeat_interleave(torch.arange(4), torch.tensor([5, 70, 1, 64]))[None]
-    make, options = (attend_inputs, dict(window=9, keep=3)) if name == "attend" else (mlstm_inputs, {})
-    tensors = make(1, 140, 6, 3, 8)
+    options = OPTIONS.get(name, {})
+    tensors = MAKE[name](1, 140, 6, 3, 8)
     other = {n: torch.cat([x[:, :5], x[:, 5:75].flip(1), x[:, 75:]], 1) if x.ndim > 1 else x for n, x in tensors.items()}
     a, b = (getattr(fast, name)(**x, **options, segment=segment) for x in (tensors, other))
     a, b = (a, b) if name == "attend" else (a[0], b[0])
     assert torch.equal(a[:, :5], b[:, :5]) and torch.equal(a[:, 75:], b[:, 75:]) and not torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["attend", "mlstm"])
+@pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("module", [reference, fast], ids=lambda m: m.__name__)
 def test_memory_layout(name, module):
     """Case 17: transposed, sliced and expanded inputs and output gradients give what contiguous ones give."""
-    make, options = (attend_inputs, dict(window=9, keep=3)) if name == "attend" else (mlstm_inputs, {})
-    plain = make(2, 150, 6, 3, 8)
+    plain, options = MAKE[name](2, 150, 6, 3, 8), OPTIONS.get(name, {})
     plain["k"], plain["v"] = (plain[n][:, :, :1].expand(-1, -1, 3, -1).contiguous() for n in "kv")
     strange = {n: x.transpose(0, -1).contiguous().transpose(0, -1) for n, x in plain.items()}
     strange["k"] = plain["k"][:, :, :1].expand(-1, -1, 3, -1)                    # stride 0
     strange["v"] = torch.stack([plain["v"], plain["v"] * 0], -1).flatten(3)[..., ::2]
     assert strange["k"].stride(2) == 0 and not (strange["v"].is_contiguous() or strange["q"].is_contiguous())
-    results = []
-    for tensors, do in ((plain, draw(9, 1, 150, 6, 1).expand(2, -1, -1, 8).contiguous()),
-                        (strange, draw(9, 1, 150, 6, 1).expand(2, -1, -1, 8))):
+    do, results = draw(9, 1, 150, 6, 1).expand(2, -1, -1, plain["v"].shape[-1]), []
+    for tensors, do in ((plain, do.contiguous()),
+                        (strange, do)):
         tensors = {n: x.requires_grad_() for n, x in tensors.items()}
         out = getattr(module, name)(**tensors, **options)
         out = out if name == "attend" else out[0]
@@ -215,7 +341,7 @@ def test_decoder_on_fast_ops(row):
     for model in models:
         logits = model(tokens, segment=segment)
         logits.square().mean().backward()
-        results.append([logits] + [p.grad for p in model.parameters()])
+        results.append([logits] + [p.grad for p in model.parameters() if p.grad is not None])
     for got, want in zip(results[1], results[0], strict=True):
         close(got, want)
     (exact, cache), (got, cache2) = (read_pieces(model, tokens, 67) for model in models)

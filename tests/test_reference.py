@@ -599,6 +599,24 @@ def test_memory_table(name, monkeypatch, capsys):
     assert all(f"{row['bytes_per_layer']:,}" in text for row in table if row["window"])
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_explain(name, monkeypatch, capsys):
+    """Every word of the row is explained, every tensor is listed with its bytes, the picture shows what is kept."""
+    monkeypatch.setattr("sys.argv", ["reference.py", "--explain", name])
+    reference.main()
+    row, (*lines, last) = VARIANTS[name], capsys.readouterr().out.splitlines()
+    text, table = "\n".join(lines), json.loads(last)
+    assert row.note in text and table["row"]["name"] == name
+    for field in ("decay", "write", "features", "map", "output_norm", "output_gate", "inputs", "extra") if row.far else ():
+        word = getattr(row.far, field)
+        assert word == getattr(reference.Far(), field) or reference.WORDS[field][word] in text
+    if row.window is not None:
+        window = solve_window(QWEN3_4B, row, 576)
+        assert f"together {table['bytes_per_layer']:,} B" in text
+        assert (f"W = {window}" in text) == bool(row.window)
+    assert ("summary  ~" in text) == bool(row.far) and ("exact    " in text) == (row.window is not False)
+
+
 # ---------------------------------------------------------------- generation
 
 PROMPTS = [draw_tokens(n, seed=n).tolist() for n in (1, 26, 9)]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import train
-from reference import MINI, UserError, build, cli, is_new
+from reference import MINI, VARIANTS, UserError, build, cli, is_new
 from train import graded_loss, queue_step, rate_share, stage1_loss
 
 ROOT = Path(__file__).parents[1]
@@ -245,6 +245,48 @@ def test_mistakes(args, words, tmp_path, monkeypatch, capsys):
     for word in words:
         assert word in error
     assert not out.exists()
+
+
+def test_a_failed_start_leaves_no_folder(tmp_path, monkeypatch, capsys):
+    """What fails before the first step (here: too little text) leaves nothing that the mended command trips over."""
+    (tmp_path / "short.txt").write_text("a few words")
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", ["train.py", "--teacher", "smollm2", "--data", str(tmp_path / "short.txt"), "--out",
+                                          str(tmp_path / "run")])
+        with pytest.raises(UserError, match="too few"):
+            train.main()
+        assert not (tmp_path / "run").exists()
+
+
+def test_all(tmp_path, monkeypatch, capsys):
+    """--variant all: one table, in the rows' order; a second call trains nothing, a broken row is named and the rest stand."""
+    monkeypatch.setattr(train, "all_rows", lambda *_: ["swa", "gdn"])
+    monkeypatch.setattr(sys, "argv", ["train.py", "--variant", "all", *TINY, "--out", str(tmp_path / "all")])
+    tables = []
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            train.main()
+        assert ended.value.code == 0
+        tables.append((capsys.readouterr().out, [(f, f.stat().st_mtime_ns) for f in sorted((tmp_path / "all").rglob("*.jsonl"))]))
+    assert tables[0] == tables[1]
+    last = json.loads(tables[0][0].splitlines()[-1])
+    assert [row["name"] for row in last["variants"]] == ["swa", "gdn"]
+    metrics = json.loads((tmp_path / "all" / "gdn" / "metrics.json").read_text())
+    row = last["variants"][1]
+    assert row["long"] == (metrics["lengths"]["32"]["exact"] + metrics["lengths"]["60"]["exact"]) / 2
+    assert row["bytes_per_layer"] == 8 * 16 * 16 * 4 + 3 * (8 + 2 + 2) * 16 * 4 and 0 <= row["look_up"] <= 1
+    (tmp_path / "all" / "gdn" / "config.json").write_text("{")
+    with pytest.raises(SystemExit) as ended:
+        train.main()
+    out = capsys.readouterr()
+    assert ended.value.code == 1 and "gdn failed" in out.err and "config.json" in out.err
+    assert [row["name"] for row in json.loads(out.out.splitlines()[-1])["variants"]] == ["swa"]
+
+
+def test_all_rows():
+    names = train.all_rows(MINI, 72)
+    assert "full" not in names and "liger_gla_strict" not in names and "bifocal_strict" in names
+    assert set(names) | {"full", "liger_gla_strict"} == set(VARIANTS)
 
 
 def test_default_folder_names_the_teacher(tmp_path):
