@@ -295,7 +295,7 @@ def delta(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None, b: Tensor, c: T
 
         C_t = (diag(e^log_a_t) + b_t c_t^T) C_{t-1} + k_t v_t^T,    o_t = C_t^T q_t         (9)
 
-    Gated delta (arXiv 2412.06464), C' = a C_{t-1}, C_t = C' + beta k (v - C'^T k)^T: b = -beta a k, c = k, beta k written.
+    Gated delta (arXiv 2412.06464), C' = a C_{t-1}, C_t = C' + beta k (v - C'^T k)^T: b = -beta k, c = a k, beta k written.
     RWKV-7 (2503.14456): b = -(rate * kappa), c = kappa: the removal reads the undecayed state. A padded step has b = 0 too.
     """
     return _recur(q, k, v, log_a, b, c, state, segment, None)
@@ -413,7 +413,7 @@ WORDS = {
               "rwkv7": "log a = -e^(-1/2) sigmoid(w0 + l(x)), tanh inside, per row",
               "key": "a = sigmoid(k)^(1/16), per row, k before the teacher's norm"},
     "write": {"one": "k v^T as it is", "dt": "v times the step softplus(w.x + b) of the decay", "keep_less": "k (1 - a)",
-              "exp": "i = exp(w.x + b), the exponent soft-capped at 15", "beta": "beta = sigmoid(w.x + b): b = -beta a k, c = k, beta k written",
+              "exp": "i = exp(w.x + b), the exponent soft-capped at 15", "beta": "beta = sigmoid(w.x + b): b = -beta k, c = a k, beta k written",
               "rwkv7": "r = sigmoid(l(x)): c = k k_k / |k k_k|, b = -r c, k (1 + (r-1) k_a) written",
               "rad_rwkv7": "r = sigmoid(l(x)): c = k / |k|, b = -r c, k (1 - a + r) written"},
     "normalizer": {"none": "no normaliser", "plain": "o / (n . q), n the same sum of k", "floor": "o / max(|n . q|, 1), unscaled"},
@@ -964,7 +964,7 @@ class FarBranch(nn.Module):
             k = k * -torch.expm1(self.per_row(log_a))
         if row.write == "beta":
             beta = torch.sigmoid(self.beta(x_write).to(v.dtype))[..., None]
-            b, c, k = -beta * (1 if log_a is None else self.per_row(log_a).exp()) * k, k, beta * k
+            b, c, k = -beta * k, (1 if log_a is None else self.per_row(log_a).exp()) * k, beta * k
         if row.write in ("rwkv7", "rad_rwkv7"):
             rate = torch.sigmoid(self.rate(x_write).to(v.dtype)).unflatten(-1, k.shape[-2:])
             c = F.normalize(k * self.k_k if row.write == "rwkv7" else k, dim=-1, eps=1e-6)
