@@ -418,7 +418,7 @@ WORDS = {
               "rad_rwkv7": "r = sigmoid(l(x)): c = k / |k|, b = -r c, k (1 - a + r) written"},
     "normalizer": {"none": "no normaliser", "plain": "o / (n . q), n the same sum of k", "floor": "o / max(|n . q|, 1), unscaled"},
     "extra": {"none": "", "skip": "+ D_h v_t", "bonus": "o_t = (C_{t-1} + diag(u) k_t v_t^T)^T q_t: read before the decay, (8)",
-              "bonus7": "+ (q_t . r k_t) v_t, after the norm"},
+              "bonus7": "+ (q_t . r k_t) v_t, after the norm, k_t as it is written"},
     "output_norm": {"none": "no norm", "group": "mean 0 and variance 1 per head", "layer": "layer norm per head, with weights",
                     "rms": "RMS norm per head, with weights", "rms_gated": "RMS norm over all heads, after the gate, with weights"},
     "output_gate": {"none": "no gate", "silu": "o SiLU(W x)", "sigmoid": "o sigmoid(W x), W = 0 at the start",
@@ -919,7 +919,7 @@ class FarBranch(nn.Module):
             o, state = self.mlstm(q, k, v, x_decay, x_write, padded, context, cache)
             den = None
         else:
-            o, den, state = self.linear(q, k, v, k_raw, x_decay, x_write, padded, context, cache)
+            o, den, state, k = self.linear(q, k, v, k_raw, x_decay, x_write, padded, context, cache)
         if row.extra == "skip":
             o = o + self.skip[:, None] * v.repeat_interleave(o.shape[2] // v.shape[2], dim=2)
         if row.output_norm in ("group", "layer"):
@@ -955,7 +955,7 @@ class FarBranch(nn.Module):
         return o, dict(zip("Cnm", state))
 
     def linear(self, q, k, v, k_raw, x_decay, x_write, padded, context, cache):
-        """(8) or (9): the gates, then the recurrence. The normaliser is one more column of the state."""
+        """(8) or (9): the gates, then the recurrence. The normaliser is one more column of the state. Also returns the k written."""
         row, b = self.row, None
         log_a = self.log_decay(x_decay, k_raw, k)
         if row.write == "dt":
@@ -985,8 +985,8 @@ class FarBranch(nn.Module):
         else:
             o, C = self.ops.delta(q, k, v, log_a, b, c, state=state, segment=context.segment)
         if divides:
-            return o[..., :-1], o[..., -1:], {"C": C[..., :-1], "n": C[..., -1]}
-        return o, None, {"C": C}
+            return o[..., :-1], o[..., -1:], {"C": C[..., :-1], "n": C[..., -1]}, k
+        return o, None, {"C": C}, k
 
     def log_decay(self, x, k_raw, k):
         """log a, (B, T, Hs) or per row of the state (B, T, Hs, D); None for no decay."""
