@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import reference
-from reference import _starts, document_positions, mlstm_denominator, mlstm_state, quadratic
+from reference import _is_top, _starts, check_loss, document_positions, mlstm_denominator, mlstm_state, quadratic
 
 BLOCK = 64  # queries per block of `attend`, steps per chunk of `mlstm`
+TILE = 2**24  # logits that `distill_loss` holds at a time, of student and of teacher
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, window: int | None = None, keep: int = 0,
@@ -175,3 +176,98 @@ def _chunked(q, k, v, log_a, b, c, state, segment, bonus):
         o, state = quadratic(*part, state=state, segment=None if segment is None else segment[:, a : a + size], bonus=bonus)
         out.append(o)
     return torch.cat(out, 1), state
+
+
+def distill_loss(hidden: Tensor, weight: Tensor, target, labels: Tensor | None = None, *, ce: float = 0.0,
+                 temperature: float = 1.0) -> Tensor:
+    """reference.distill_loss, slice by slice of the vocabulary: nothing of size M x V in float32. Two passes over the slices:
+    the first adds up each token's log sum exp and its divergence, the second makes from them
+
+        dL/dz = (1-ce) tau (q - p) + ce (q_1 - [label]), over M                             (13')
+
+    and adds dz W to hidden's gradient; a slice of W has the whole of its own, dz^T hidden. What fits one slice is the plain loss.
+    """
+    check_loss(ce, temperature, labels)
+    M, V = len(hidden), len(weight)
+    if M * V <= TILE:
+        return reference.distill_loss(hidden, weight, target, labels, ce=ce, temperature=temperature)
+    return _Distill.apply(hidden, weight, target, labels, ce, temperature)
+
+
+class _Distill(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, target, labels, ce, tau):
+        M, V = len(hidden), len(weight)
+        size = max(1, TILE // M)
+        slices = [slice(a, min(a + size, V)) for a in range(0, V, size)]
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        top, new = _is_top(target), dict(dtype=exact, device=hidden.device)
+        lse_q, lse_1, lse_p = (torch.full((M, 1), -math.inf, **new) for _ in range(3))
+        cross, right = torch.zeros(M, 1, **new), torch.zeros(M, 1, **new)  # sum p (z_p - z_q) / tau, and the label's logit
+        if top:
+            values, indices = target
+            log_p = (values.to(exact) / tau).log_softmax(-1)
+            p, found = log_p.exp(), torch.zeros(M, values.shape[1], **new)
+
+        def student(s):
+            return (hidden @ weight[s].T).to(exact)
+
+        def teacher(s):  # its logits over tau
+            return (target[:, s] if torch.is_tensor(target) else target[0] @ target[1][s].T).to(exact) / tau
+
+        def inside(index, s):  # which of the ids lie in the slice, and where
+            return (index >= s.start) & (index < s.stop), (index - s.start).clamp(0, s.stop - s.start - 1)
+
+        for s in slices:
+            z = student(s)
+            if ce:
+                lse_1 = torch.logaddexp(lse_1, z.logsumexp(-1, keepdim=True))
+                here, place = inside(labels[:, None], s)
+                right = torch.where(here, z.gather(-1, place), right)
+            if ce == 1:
+                continue
+            z = z.div_(tau)
+            lse_q = torch.logaddexp(lse_q, z.logsumexp(-1, keepdim=True))
+            if top:
+                here, place = inside(indices, s)
+                found = torch.where(here, z.gather(-1, place), found)
+            else:
+                y = teacher(s)
+                lse = torch.logaddexp(lse_p, y.logsumexp(-1, keepdim=True))
+                cross = cross * (lse_p - lse).exp() + ((y - lse).exp() * (y - z)).sum(-1, keepdim=True)
+                lse_p = lse
+        loss = torch.zeros((), **new)
+        if ce < 1:
+            kl = (p * (log_p - found)).sum(-1, keepdim=True) + lse_q if top else cross - lse_p + lse_q
+            loss = (1 - ce) * tau**2 * kl.mean()                                             # (13)
+        if ce:
+            loss = loss + ce * (lse_1 - right).mean()
+        d_hidden = torch.zeros(hidden.shape, **new) if hidden.requires_grad else None
+        d_weight = torch.empty_like(weight) if weight.requires_grad else None
+        if hidden.requires_grad or weight.requires_grad:
+            for s in slices:                                                                 # (13')
+                z = student(s)
+                dz = ce * (z - lse_1).exp() if ce else torch.zeros_like(z)
+                if ce:
+                    here, place = inside(labels[:, None], s)
+                    dz.scatter_add_(1, place, -ce * here.to(exact))
+                if ce < 1:
+                    share = (1 - ce) * tau
+                    dz += z.div_(tau).sub_(lse_q).exp_().mul_(share)
+                    if top:
+                        here, place = inside(indices, s)
+                        dz.scatter_add_(1, place, torch.where(here, -share * p, 0))
+                    else:
+                        dz -= teacher(s).sub_(lse_p).exp_().mul_(share)
+                dz = dz.div_(M).to(weight.dtype)
+                if d_hidden is not None:
+                    d_hidden += dz @ weight[s]
+                if d_weight is not None:
+                    d_weight[s] = dz.T @ hidden
+        ctx.save_for_backward(None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        d_hidden, d_weight = ctx.saved_tensors
+        return (*(None if d is None else d * grad.to(d.dtype) for d in (d_hidden, d_weight)), None, None, None, None)

@@ -380,6 +380,48 @@ def quadratic(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None = None, b: T
     return o.permute(0, 3, 1, 2, 4).reshape(B, T, H, Dv), new
 
 
+# ----------------------------------------------------------------------------- ops: the loss of a distillation
+
+
+def distill_loss(hidden: Tensor, weight: Tensor, target, labels: Tensor | None = None, *, ce: float = 0.0,
+                 temperature: float = 1.0) -> Tensor:
+    """The mean over M tokens of the divergence from the teacher, with a share `ce` of cross entropy; 0 if M = 0.
+
+        L = (1-ce) tau^2 KL(p || q) + ce (-log q_1[label]),    p, q = softmax(teacher / tau), softmax(student / tau)      (13)
+
+    hidden (M, E), weight (V, E): the student's logits are hidden weight^T. target, the teacher: its logits (M, V); or its K
+    greatest, (values (M, K), indices (M, K) of int64), renormalised among themselves, the rest taken as 0; or (hidden (M, E'),
+    weight (V, E')). labels (M): needed if ce > 0. q_1 is q at tau = 1. No gradient reaches the target. In float32 at least.
+    Raises ValueError for ce outside [0, 1], tau <= 0, or ce > 0 without labels. Sources: [P]; the factor tau^2, arXiv 1503.02531.
+    """
+    check_loss(ce, temperature, labels)
+    if not len(hidden):
+        return (hidden.sum() + weight[:0].sum()).to(torch.promote_types(hidden.dtype, torch.float32))
+    z = hidden @ weight.T                                                                     # (M, V)
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    loss = z.new_zeros(())
+    if ce < 1:
+        values, indices = target if _is_top(target) else (target if torch.is_tensor(target) else target[0] @ target[1].T, None)
+        log_p = (values.detach().to(z.dtype) / temperature).log_softmax(-1)
+        log_q = (z / temperature).log_softmax(-1)
+        log_q = log_q if indices is None else log_q.gather(-1, indices)
+        loss = (1 - ce) * temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1).mean()     # (13)
+    return loss + ce * F.cross_entropy(z, labels) if ce else loss
+
+
+def check_loss(ce: float, temperature: float, labels: Tensor | None) -> None:
+    """Raises the ValueErrors of `distill_loss`."""
+    if not 0 <= ce <= 1 or temperature <= 0:
+        raise ValueError(f"ce {ce} must be in [0, 1] and temperature {temperature} > 0")
+    if ce and labels is None:
+        raise ValueError(f"ce {ce} needs labels")
+
+
+def _is_top(target) -> bool:
+    """Whether a target of `distill_loss` is (values, indices)."""
+    return not torch.is_tensor(target) and not target[1].is_floating_point()
+
+
 # ----------------------------------------------------------------------------- variants: the registry
 
 
@@ -1295,9 +1337,14 @@ class Decoder(nn.Module):
             cache.seen += tokens.shape[1] if length is None else length
         return self.norm(x)
 
+    @property
+    def head_weight(self) -> Tensor:
+        """(V, E): the embedding's own weight where the shape ties them."""
+        return self.embed_tokens.weight if self.shape.tied else self.lm_head.weight
+
     def head(self, x: Tensor) -> Tensor:
         """hidden (..., E) -> logits (..., V)."""
-        return F.linear(x, self.embed_tokens.weight) if self.shape.tied else self.lm_head(x)
+        return F.linear(x, self.head_weight)
 
     def forward(self, tokens: Tensor, **kwargs) -> Tensor:
         """tokens (B, T) -> logits (B, T, V); the keyword arguments of `hidden`."""

@@ -98,25 +98,13 @@ def stage1_loss(student: Decoder, teacher: Decoder, tokens: Tensor, segment: Ten
     return torch.stack(losses).mean()
 
 
-def graded_loss(logits: Tensor, target: Tensor, labels: Tensor, ce: float = 0.0) -> Tensor:
-    """(1 - ce) KL(teacher || student) + ce cross entropy, mean over the M graded tokens; 0 if there are none.
-
-    logits, target: the student's and the teacher's, (M, V); labels (M) the right tokens. Computed in float32 at least.
-    """
-    if not len(logits):
-        return logits.sum()
-    logits, target = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (logits, target))
-    loss = F.kl_div(logits.log_softmax(-1), target.log_softmax(-1), log_target=True, reduction="batchmean")
-    return (1 - ce) * loss + ce * F.cross_entropy(logits, labels) if ce else loss
-
-
-def stage2_loss(student: Decoder, teacher: Decoder, tokens: Tensor, mask: Tensor, segment: Tensor | None, ce: float) -> Tensor:
-    """graded_loss of tokens (B, T+1): the models read the first T and predict the last T; mask (B, T) grades."""
+def stage2_loss(student: Decoder, teacher: Decoder, tokens: Tensor, mask: Tensor, segment: Tensor | None, ce: float, ops) -> Tensor:
+    """(13) of the graded ones of tokens (B, T+1): the models read the first T and predict the last T; mask (B, T) grades."""
     segment = None if segment is None else segment[:, :-1]
     with torch.no_grad():
-        target = teacher.head(teacher.hidden(tokens[:, :-1], segment=segment)[mask])
-    logits = student.head(student.hidden(tokens[:, :-1], segment=segment)[mask])
-    return graded_loss(logits, target, tokens[:, 1:][mask], ce)
+        target = teacher.hidden(tokens[:, :-1], segment=segment)[mask], teacher.head_weight
+    hidden = student.hidden(tokens[:, :-1], segment=segment)[mask]
+    return ops.distill_loss(hidden, student.head_weight, target, tokens[:, 1:][mask], ce=ce)
 
 
 def language_loss(student: Decoder, tokens: Tensor, mask: Tensor) -> Tensor:
@@ -308,7 +296,7 @@ class Run:
             elif stage == "I":
                 loss = stage1_loss(self.student, self.teacher, tokens, segment)
             else:
-                loss = stage2_loss(self.student, self.teacher, tokens, mask, segment, self.args.ce)
+                loss = stage2_loss(self.student, self.teacher, tokens, mask, segment, self.args.ce, self.ops)
         return loss, tokens[:, 1:].numel()
 
     # -- checkpoints

@@ -332,6 +332,87 @@ def test_memory_layout(name, module):
         close(got, want)
 
 
+# ---------------------------------------------------------------- distill_loss
+
+
+both = pytest.mark.parametrize("module", [reference, fast], ids=lambda m: m.__name__)
+
+
+def loss_and_gradients(module, hidden, weight, target, dtype=torch.float64, **options):
+    leaves = [hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()]
+    target = target.to(dtype) if torch.is_tensor(target) else tuple(x.to(dtype) if x.is_floating_point() else x for x in target)
+    loss = module.distill_loss(*leaves, target, **options)
+    return [loss, *torch.autograd.grad(1.7 * loss, leaves)]
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    """Slices of 5 of the vocabulary's 23 ids, the last one of 3."""
+    monkeypatch.setattr(fast, "TILE", 5 * 11)
+
+
+@pytest.mark.parametrize("ce", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("target", ["logits", "top", "head"])
+def test_distill_loss(tiles, target, temperature, ce):
+    """fast against the plain loss, with every form of the teacher; float32 and bfloat16 too."""
+    M, E, V = 11, 6, 23
+    hidden, weight, labels = 3 * draw(0, M, E), draw(1, V, E), torch.arange(M) * 2
+    given = {"logits": 4 * draw(2, M, V), "top": (4 * draw(2, M, V)).topk(7), "head": (3 * draw(2, M, 4), draw(3, V, 4))}[target]
+    options = dict(labels=labels, ce=ce, temperature=temperature)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        numbers = [x.to(dtype) for x in (hidden, weight)]
+        given_ = given.to(dtype) if torch.is_tensor(given) else tuple(x.to(dtype) if x.is_floating_point() else x for x in given)
+        exact = loss_and_gradients(reference, *numbers, given_, **options)
+        got, same = (loss_and_gradients(module, *numbers, given_, dtype, **options) for module in (fast, reference))
+        assert got[0].dtype == (torch.float32 if dtype == torch.bfloat16 else dtype)
+        for j, (x, y, z) in enumerate(zip(got, exact, same)):
+            close(x.to(got[0].dtype), y, z, 3 if j else 2)
+
+
+@both
+@pytest.mark.parametrize("top", [False, True])
+def test_distill_loss_known_value(module, top, monkeypatch):
+    """Uniform teacher, student (.7, .1, .1, .1): method.md, section 11."""
+    monkeypatch.setattr(fast, "TILE", 3)
+    student, target = torch.tensor([[0.7, 0.1, 0.1, 0.1]], dtype=torch.float64).log(), torch.zeros(1, 4, dtype=torch.float64)
+    eye = torch.eye(4, dtype=torch.float64)
+    loss, gradient, _ = loss_and_gradients(module, student, eye, target.topk(4) if top else target)
+    assert loss.item() == pytest.approx(0.429813, abs=5e-7)
+    assert gradient[0].tolist() == pytest.approx([1.7 * 0.45] + 3 * [1.7 * -0.15])
+
+
+@both
+def test_distill_loss_limits(module, monkeypatch):
+    """A student equal to its teacher, logits of 1e4, no tokens."""
+    monkeypatch.setattr(fast, "TILE", 10)
+    hidden, weight = draw(0, 5, 4), draw(1, 7, 4)
+    loss, *gradients = loss_and_gradients(module, hidden, weight, (hidden, weight))
+    assert abs(loss.item()) < 1e-12 and all(g.abs().max() < 1e-12 for g in gradients)
+    huge = torch.tensor([[1e4, -1e4, 0.0]], dtype=torch.float64)
+    results = loss_and_gradients(module, huge, torch.eye(3, dtype=torch.float64), -huge, torch.float32, labels=torch.tensor([0]), ce=0.5)
+    assert all(x.isfinite().all() for x in results)
+    nothing = loss_and_gradients(module, hidden[:0], weight, (hidden[:0], weight), labels=torch.zeros(0, dtype=torch.long), ce=0.5)
+    assert nothing[0].item() == 0 and all((g == 0).all() for g in nothing[1:])
+
+
+@both
+@pytest.mark.parametrize("options", [dict(ce=-0.1), dict(ce=1.1), dict(temperature=0.0), dict(ce=0.5)], ids=str)
+def test_distill_loss_refuses(module, options):
+    with pytest.raises(ValueError, match="ce|temperature"):
+        module.distill_loss(draw(0, 5, 4), draw(1, 7, 4), draw(2, 5, 7), **options)
+
+
+def test_distill_loss_frozen_head(tiles):
+    """A head or hidden states that need no gradient get none."""
+    hidden, weight, target = draw(0, 11, 6), draw(1, 23, 6), draw(2, 11, 23)
+    for leaf in (hidden, weight):
+        leaf.requires_grad_()
+        gradients = [torch.autograd.grad(module.distill_loss(hidden, weight, target), leaf) for module in (fast, reference)]
+        close(gradients[0][0], gradients[1][0])
+        leaf.requires_grad_(False)
+
+
 @every_row
 def test_decoder_on_fast_ops(row):
     """The whole model: logits and gradients of packed documents, and decoding in pieces."""
