@@ -314,6 +314,25 @@ def test_a_state_per_kv_head_loses_nothing(name):
     close(*(model(draw_tokens(2, T)) for model in pair))
 
 
+def test_features_of_zeros():
+    """ReLU may leave a query or a past of nothing: the answer is 0, not 0/0; features of any size give the same answer."""
+    model, tokens = decoder(VARIANTS["t2r"]), draw_tokens(2, T)
+    context, x = model.context(tokens), model.embed_tokens(tokens)
+    layer = model.layers[0].self_attn
+    with torch.no_grad():
+        for m in (layer.far.map_q, layer.far.map_k):
+            m.bias.zero_()
+        usual = layer.read(x, context)
+        for m in (layer.far.map_q, layer.far.map_k):
+            m.weight *= 0.05
+        close(layer.read(x, context), usual)
+        layer.far.map_q.bias.fill_(-9)
+    o = layer.read(x, context)
+    assert (o == 0).all()
+    o.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
+
+
 def test_rows_start_where_they_say():
     """Untrained: the convolution and the shift pass x on, Llamba's gate is one, RADLADS' one half, gamma a tenth."""
     def layer(name):
