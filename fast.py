@@ -9,7 +9,10 @@ reference.py's numbers. The Triton kernels are not here yet (NOTES.md, "Open").
 
 from __future__ import annotations
 
+import json
 import math
+import sys
+import time
 
 import torch
 import torch.nn.functional as F
@@ -110,45 +113,119 @@ def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, state: tuple
     B, T, H, D = q.shape
     Hs = k.shape[2]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    q = (q.to(dtype) * (D**-0.5 if scale is None else scale)).reshape(B, T, Hs, H // Hs, D).permute(0, 2, 3, 1, 4)
-    k, v = k.to(dtype).transpose(1, 2), v.to(dtype).transpose(1, 2)                          # (B, Hs, T, D)
-    i, log_f = i.to(dtype).transpose(1, 2), F.logsigmoid(f.to(dtype)).transpose(1, 2)        # (B, Hs, T)
+    q = (q.to(dtype) * (D**-0.5 if scale is None else scale)).unflatten(2, (Hs, H // Hs)).permute(0, 2, 3, 1, 4)  # (B, Hs, R, T, D)
+    k, v, i = (x.to(dtype).transpose(1, 2) for x in (k, v, i))                               # (B, Hs, T, D), i (B, Hs, T)
+    log_f = F.logsigmoid(f.to(dtype)).transpose(1, 2)
     C, n, m = mlstm_state(B, Hs, D, m0=m0, dtype=dtype, device=q.device) if state is None else state
+    if T == 0:
+        return q.new_zeros(B, 0, H, D), (C, n, m)
     document = None if segment is None else _starts(segment).cumsum(1)                       # (B, T), 0 at first
-    out = []
-    for a in range(0, T, BLOCK):
-        b = min(a + BLOCK, T)
-        q_, k_, v_, i_ = q[:, :, :, a:b], k[:, :, a:b], v[:, :, a:b], i[:, :, a:b]
-        Fs = log_f[:, :, a:b].cumsum(-1)
-        causal = torch.ones(b - a, b - a, dtype=torch.bool, device=q.device).tril()
-        old = Fs + m[..., None]                                                              # exponent of the old state
+    o, *state = _MLSTM.apply(q, k, v, i, log_f, C, n, m, document, normalizer, m0)
+    return o.permute(0, 3, 1, 2, 4).reshape(B, T, H, D), tuple(state)
+
+
+class _MLSTM(torch.autograd.Function):
+    """The chunks of `mlstm` and their gradients. Kept from the forward pass: the inputs, o, and the state before each chunk.
+
+    m scales numerator, denominator, floor and state alike, so o and C e^m do not depend on it: the backward pass takes each m
+    as given, except that the m it hands out is the maximum (4') and C = (C e^m) e^-m. With d for the gradient of the loss,
+    s_ts = e_ts q_t.k_s, e_ts = e^{F_t - F_s + i_s - m_t}, c_t = e^{F_t + m_0 - m_t} and den as in (7):
+
+        d num = d o / den,   d den = -(d o . o) / den where the floor is lower, else 0               (7')
+        d s = d num v^T + d den,   d q_t = sum_s d s_ts e_ts k_s + c_t (C_0 d num_t + d den_t n_0),   k and v alike
+        d log e_ts = d s_ts s_ts,   d log c_t = q_t . (that second term)
+        d i_s = sum_t d log e_ts,   d log f_u = sum_{s < u <= t} d log e_ts + sum_{t >= u} d log c_t
+    """
+
+    @staticmethod
+    def gates(i, log_f, m, document, m0, a, b):
+        """Of the steps a to b: e (B, Hs, C, C), c (B, Hs, C), m (B, Hs, C), and `fresh` (B, 1, C): whose document began after the
+        chunk's first state, or None. F_t - F_s is summed step by step: a difference of two running sums loses what a strong decay
+        swallows."""
+        seen, g, fresh = torch.ones(b - a, b - a, dtype=torch.bool, device=i.device).tril(), log_f[..., a:b], None
         if document is not None:
             d = document[:, None, a:b]
-            before = 0 if a == 0 else document[:, None, a - 1 : a]
-            causal = causal & (d[..., None] == d[..., None, :])
-            fresh = d != before  # the state before this chunk belongs to another document; an empty one has m0
-            since = torch.where(causal, log_f[:, :, None, a:b], 0).sum(-1)
-            old = torch.where(fresh, since + m0, old)
-        # F_t - F_s summed step by step: a difference of two running sums loses what a strong decay swallows
-        steps = causal.tril(-1)
-        between = torch.where(steps, log_f[:, :, a:b, None], 0).cumsum(-2)
-        e = (between + i_[..., None, :]).masked_fill(~causal, -math.inf)
-        m_ = torch.maximum(old, e.amax(-1))                                                  # (4')
-        shift = m_.masked_fill(m_ == -math.inf, 0)
-        decay, carry = (e - shift[..., None]).exp(), (old - shift).exp()
-        if document is not None:
-            carry = carry.masked_fill(fresh, 0)
-        s = (q_ @ k_[:, :, None].transpose(-1, -2)) * decay[:, :, None]                      # (B, Hs, R, C, C)
-        num = s @ v_[:, :, None] + carry[:, :, None, :, None] * (q_ @ C[:, :, None])         # (6')
-        den = s.sum(-1) + carry[:, :, None] * (q_ @ n[:, :, None, :, None])[..., 0]
-        den = mlstm_denominator(den, m_[:, :, None], normalizer)
-        out.append(num / den[..., None])                                                     # (7)
-        w, c = decay[..., -1, :], carry[..., -1]                                             # the last row is the new state
-        C = c[..., None, None] * C + (k_ * w[..., None]).transpose(-1, -2) @ v_
-        n = c[..., None] * n + (k_ * w[..., None]).sum(-2)
-        m = m_[..., -1]
-    o = torch.cat(out, 3) if out else q.new_zeros(B, Hs, H // Hs, 0, D)
-    return o.permute(0, 3, 1, 2, 4).reshape(B, T, H, D), (C, n, m)
+            seen, fresh = seen & (d[..., None] == d[..., None, :]), d != (0 if a == 0 else document[:, None, a - 1 : a])
+        e = torch.where(seen.tril(-1), g[..., None], 0).cumsum(-2).add_(i[..., None, a:b]).masked_fill_(~seen, -math.inf)
+        old = g.cumsum(-1) + m[..., None]
+        if document is not None:  # an empty state has m0
+            old = torch.where(fresh, torch.where(seen, g[..., None, :], 0).sum(-1) + m0, old)
+        m = torch.maximum(old, e.amax(-1))                                                   # (4')
+        shift = m.masked_fill(m == -math.inf, 0)
+        e, c = e.sub_(shift[..., None]).exp_(), (old - shift).exp()
+        return e, c if fresh is None else c.masked_fill(fresh, 0), m, fresh
+
+    @staticmethod
+    def forward(ctx, q, k, v, i, log_f, C, n, m, document, normalizer, m0):
+        T, o, states = q.shape[3], torch.empty_like(q), []
+        for a in range(0, T, BLOCK):
+            b = min(a + BLOCK, T)
+            q_, k_, v_ = q[:, :, :, a:b].flatten(2, 3), k[:, :, a:b], v[:, :, a:b]           # (B, Hs, R*C, D)
+            e, c, m_, _ = _MLSTM.gates(i, log_f, m, document, m0, a, b)
+            states.append((C, n, m) if any(ctx.needs_input_grad) else ())
+            s = (q_ @ k_.transpose(-1, -2)).unflatten(2, (-1, b - a)) * e[:, :, None]        # (B, Hs, R, C, C)
+            num = (s.flatten(2, 3) @ v_).view(*s.shape[:4], -1) + c[:, :, None, :, None] * (q_ @ C).view(*s.shape[:4], -1)  # (6')
+            den = s.sum(-1) + c[:, :, None] * (q_ @ n[..., None]).view(s.shape[:4])
+            o[:, :, :, a:b] = num / mlstm_denominator(den, m_[:, :, None], normalizer)[..., None]                # (7)
+            w, c = e[:, :, -1, :, None] * k_, c[..., -1]                                     # the last row is the new state
+            C, n, m = c[..., None, None] * C + w.transpose(-1, -2) @ v_, c[..., None] * n + w.sum(-2), m_[..., -1]
+        ctx.save_for_backward(q, k, v, i, log_f, o, *(x for state in (*states, (C, n, m)) for x in state))
+        ctx.rest = document, normalizer, m0
+        return o, C, n, m
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do, dC, dn, dm):
+        q, k, v, i, log_f, o, *states = ctx.saved_tensors
+        document, normalizer, m0 = ctx.rest
+        T, dq, dk, dv, di, dlog = q.shape[3], *(torch.empty_like(x) for x in (q, k, v, i, log_f))
+        states = [states[j : j + 3] for j in range(0, len(states), 3)]
+        C1, n1, m1 = states.pop()
+        dm = dm - (dC * C1).sum((-1, -2)) - (dn * n1).sum(-1)
+        dm0 = dm
+        for a in reversed(range(0, T, BLOCK)):
+            b, (C, n, m) = min(a + BLOCK, T), states.pop()
+            e, c, m_, fresh = _MLSTM.gates(i, log_f, m, document, m0, a, b)
+            q_, k_, v_ = q[:, :, :, a:b].flatten(2, 3), k[:, :, a:b], v[:, :, a:b]
+            R, L = q.shape[2], b - a
+            s = (q_ @ k_.transpose(-1, -2)).unflatten(2, (R, L)) * e[:, :, None]
+            den = s.sum(-1) + c[:, :, None] * (q_ @ n[..., None]).view(s.shape[:4])
+            whole = mlstm_denominator(den, m_[:, :, None], normalizer)
+            d_num = do[:, :, :, a:b] / whole[..., None]                                      # (7')
+            d_den = -(d_num * o[:, :, :, a:b]).sum(-1)
+            if normalizer == "floor":
+                d_den = d_den * den.sign() * (den.abs() >= (-m_[:, :, None]).exp())
+            c_num, c_den = (c[:, :, None, :, None] * d_num).flatten(2, 3), (c[:, :, None] * d_den).flatten(2)  # (B, Hs, R*C, .)
+            d_num = d_num.flatten(2, 3)
+            ds = (d_num @ v_.transpose(-1, -2)).view(s.shape) + d_den[..., None]
+            de = (ds * s).sum(2)                                                             # d log e
+            ds = (ds * e[:, :, None]).flatten(2, 3)
+            old = c_num @ C.transpose(-1, -2) + c_den[..., None] * n[:, :, None]
+            dc = (q_ * old).sum(-1).view(*den.shape).sum(2)                                  # d log c
+            dq[:, :, :, a:b] = (ds @ k_ + old).unflatten(2, (R, L))
+            w, wk = e[:, :, -1, :, None], c[..., -1]
+            into = v_ @ dC.transpose(-1, -2) + dn[:, :, None]                                # what the new state asks of k
+            dk[:, :, a:b] = ds.transpose(-1, -2) @ q_ + w * into
+            dv[:, :, a:b] = s.flatten(2, 3).transpose(-1, -2) @ d_num + (w * k_) @ dC
+            de[:, :, -1] += (w * k_ * into).sum(-1)
+            dc[..., -1] += wk * ((C * dC).sum((-1, -2)) + (n * dn).sum(-1))
+            # the m handed on is the greatest exponent of the last row, or the old m (a document's m0) decayed
+            top = e[:, :, -1].argmax(-1, keepdim=True)
+            decayed = e[:, :, -1].gather(-1, top)[..., 0] < 1
+            de[:, :, -1].scatter_add_(-1, top, torch.where(decayed, 0, dm)[..., None])
+            dm = torch.where(decayed, dm, 0)
+            d_log = de.flip(-2).cumsum(-2).flip(-2).tril(-1).sum(-1)
+            if fresh is not None:
+                since = document[:, None, a:b] == document[:, None, b - 1 : b]
+                d_log += torch.where(since & fresh[..., -1:], dm[..., None], 0)
+                dm = dm.masked_fill(fresh[..., -1], 0)
+            dc[..., -1] += dm
+            dm0 = dc.sum(-1)
+            di[:, :, a:b] = de.sum(-2)
+            dlog[:, :, a:b] = d_log + dc.flip(-1).cumsum(-1).flip(-1)
+            dC = wk[..., None, None] * dC + q_.transpose(-1, -2) @ c_num
+            dn = wk[..., None] * dn + (q_ * c_den[..., None]).sum(-2)
+        return dq, dk, dv, di, dlog, dC, dn, dm0, None, None, None
 
 
 def scan(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None = None, *, state: Tensor | None = None,
@@ -271,3 +348,304 @@ class _Distill(torch.autograd.Function):
     def backward(ctx, grad):
         d_hidden, d_weight = ctx.saved_tensors
         return (*(None if d is None else d * grad.to(d.dtype) for d in (d_hidden, d_weight)), None, None, None, None)
+
+
+# ----------------------------------------------------------------------------- python fast.py: check, then time
+
+FLOAT32 = 1e-5  # RMS(got - exact) / RMS(exact) that a float32 result may have
+FLOAT64 = 1e-9
+
+
+def rms(x: Tensor) -> float:
+    """Root mean square; 0 for no numbers."""
+    return x.double().square().mean().sqrt().item() if x.numel() else 0.0
+
+
+def allowed(dtype: torch.dtype, exact: Tensor, same: Tensor | None = None, times: int = 2) -> float:
+    """The RMS error a result may have: FLOAT64 or FLOAT32 of RMS(exact) by its dtype; or, if `same` is given, the same maths in
+    that dtype by PyTorch, `times` the error of that: in half precision this is the only rule. The one place of tolerances."""
+    budget = {torch.float64: FLOAT64, torch.float32: FLOAT32}.get(dtype, 0.0) * rms(exact)
+    return budget if same is None else max(budget, times * rms(same.detach().double() - exact.double()))
+
+
+def outputs_and_gradients(module, name: str, tensors: dict, options: dict, dtype: torch.dtype, device=None):
+    """What an op of reference or fast gives, and the gradients of a fixed random loss of it with respect to all float tensors;
+    those called C, n, m are the initial state."""
+    leaves = {n: x.to(device, dtype).requires_grad_() for n, x in tensors.items()}
+    arguments = {n: x for n, x in leaves.items() if n not in ("C", "n", "m")}
+    if "C" in leaves:
+        arguments["state"] = tuple(leaves[n] for n in "Cnm") if "n" in leaves else leaves["C"]
+    options = {n: x.to(device) if torch.is_tensor(x) else x for n, x in options.items()}
+    out = getattr(module, name)(**arguments, **options)
+    out = [out] if torch.is_tensor(out) else [x for part in out for x in (part if isinstance(part, tuple) else [part])]
+    loss = sum((x * _normal(j, *x.shape).to(x)).masked_fill(x.isinf(), 0).sum() for j, x in enumerate(out))
+    return out, torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True) if loss.requires_grad else []
+
+
+def _normal(seed: int, *size: int) -> Tensor:
+    """Draws of N(0, 1) in float64, the same on every machine."""
+    return torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def op_inputs(name: str, B: int, T: int, H: int, Hk: int, D: int, *, vector: bool = False) -> dict[str, Tensor]:
+    """Random float64 arguments of an op by name, a state per key/value head; `vector`: a decay for each row of the state."""
+    x = {"q": _normal(1, B, T, H, D), "k": _normal(2, B, T, Hk, D), "v": _normal(3, B, T, Hk, D)}
+    if name == "attend":
+        return x | {"sink": _normal(4, H)}
+    if name == "mlstm":
+        return x | {"i": _normal(4, B, T, Hk), "f": _normal(5, B, T, Hk) + 3}
+    x["k"] = F.normalize(x["k"], dim=-1)
+    x["log_a"] = F.logsigmoid(_normal(4, B, T, Hk, D) + 3) if vector else F.logsigmoid(_normal(4, B, T, Hk) + 3)
+    if name == "delta":
+        rate = torch.sigmoid(_normal(5, B, T, Hk, 1))
+        x |= {"b": -rate * x["k"], "c": x["k"] * (x["log_a"] if vector else x["log_a"][..., None]).exp(), "k": rate * x["k"]}
+    return x
+
+
+# (op, what is special, options, B, T, H, Hk, D): sizes that no block divides
+CHECKS = [(name, label, options, *size) for name, label, options in (
+    ("attend", "window 7", dict(window=7)), ("attend", "window 100, keep 3", dict(window=100, keep=3)), ("attend", "full", {}),
+    ("mlstm", "", {}), ("mlstm", "plain, m0 -inf", dict(normalizer="plain", m0=-math.inf)), ("scan", "scalar", {}),
+    ("scan", "vector", dict(vector=True)), ("delta", "scalar", {}), ("delta", "vector", dict(vector=True)))
+    for size in ((2, 129, 6, 2, 16), (1, 77, 4, 4, 64), (1, 333, 2, 1, 128))]
+
+
+def check(device: torch.device) -> bool:
+    """Every op, dtype and awkward size against float64 of reference.py. Prints a table; False if one fails."""
+    dtypes = [torch.float32] + [torch.float16, torch.bfloat16] * (device.type == "cuda")
+    print(f"{'op':<8}{'':<22}{'B T H Hk D':<18}{'dtype':<10}{'of':<10}{'max error':>12}{'RMS error':>12}{'allowed':>12}")
+    passed = True
+    for name, label, options, *size in CHECKS:
+        B, T = size[:2]
+        options = dict(options, segment=(torch.arange(T) > T // 3).long().expand(B, T))
+        tensors = op_inputs(name, *size, vector=options.pop("vector", False))
+        if options.get("normalizer") == "plain":
+            tensors |= {"q": tensors["q"].abs(), "k": tensors["k"].abs()}
+        for dtype in dtypes:
+            rounded = {n: x.to(dtype) for n, x in tensors.items()}
+            exact = outputs_and_gradients(reference, name, rounded, options, torch.float64)
+            got, same = (outputs_and_gradients(m, name, rounded, options, dtype, device) for m in (sys.modules[__name__], reference))
+            for of, part, times in (("outputs", 0, 2), ("gradients", 1, 3)):
+                worst = (0.0, 0.0, 0.0, -1.0)
+                for x, y, z in zip(got[part], exact[part], same[part], strict=True):
+                    finite = ~y.isinf()
+                    x, y, z = x.detach().cpu()[finite].double(), y.detach()[finite], z.detach().cpu()[finite]
+                    error, limit = rms(x - y), allowed(dtype, y, z, times)
+                    share = error / limit if limit else math.inf if error else 0.0
+                    worst = max(worst, ((x - y).abs().max().item() if x.numel() else 0.0, error, limit, share), key=lambda w: w[3])
+                ok = worst[3] <= 1
+                passed &= ok
+                print(f"{name:<8}{label:<22}{' '.join(map(str, size)):<18}{str(dtype)[6:]:<10}{of:<10}"
+                      f"{worst[0]:>12.2e}{worst[1]:>12.2e}{worst[2]:>12.2e}{'' if ok else '   FAILED'}")
+    return passed
+
+
+def in_turns(contenders: dict, rounds: int, device: torch.device) -> dict[str, float]:
+    """Seconds of each contender, the median of `rounds` rounds in which all take turns, after one to warm up."""
+    times = {name: [] for name in contenders}
+    for r in range(rounds + 1):
+        for name, f in contenders.items():
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            f()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if r:
+                times[name].append(time.perf_counter() - start)
+    return {name: sorted(t)[len(t) // 2] for name, t in times.items()}
+
+
+def rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """This device's measured bytes/s of a copy (read and written both count) and operations/s of a matrix product."""
+    big, n = (2**28, 8192) if device.type == "cuda" else (2**25, 1024)
+    x, y = torch.zeros(big, device=device), torch.empty(big, device=device)
+    a = torch.randn(n, n, device=device).to(dtype)
+    t = in_turns({"copy": lambda: y.copy_(x), "product": lambda: a @ a}, 5, device)
+    return 8 * big / t["copy"], 2 * n**3 / t["product"]
+
+
+def work(name: str, B: int, T: int, H: int, Hk: int, D: int, window: int | None, size: int) -> tuple[int, int]:
+    """Bytes that forward and backward must move (each input, output and gradient once) and operations they must do: for attend
+    2 + 5 products of D over each visible pair, for a recurrence 2 + 4 of D x D for each step (write, read; their gradients)."""
+    moved = size * B * T * D * 4 * (H + Hk)  # q, o, dq, do and k, v, dk, dv
+    if name == "attend":
+        w = min(T, window or T)
+        return moved, 14 * B * H * D * (w * (w + 1) // 2 + (T - w) * w)
+    return moved, 12 * B * T * D * D * H
+
+
+def step_forward_backward(f, *tensors: Tensor):
+    """A call that runs f forward and backward, the loss a fixed random one."""
+    tensors = [x.detach().requires_grad_() for x in tensors]
+    with torch.no_grad():
+        w = torch.randn_like(f(*tensors))
+
+    def call():
+        torch.autograd.grad(f(*tensors), tensors, w)
+    return call
+
+
+def peers(name: str, size: tuple, window: int | None, device: torch.device, dtype: torch.dtype, quick: bool) -> dict:
+    """Contenders by name, ours first, on the same inputs; those that are not installed are left out."""
+    B, T, H, Hk, D = size
+    x = {n: t.to(device, dtype) for n, t in op_inputs(name, *size).items()}
+    q, k, v = x["q"], x["k"], x["v"]
+    swap = lambda *ts: [t.transpose(1, 2).contiguous() for t in ts]  # noqa: E731
+    found = {}
+    if name == "attend":
+        found["ours"] = step_forward_backward(lambda q, k, v: attend(q, k, v, window=window), q, k, v)
+        heads = swap(q, k, v)
+        t, s = torch.arange(T, device=device)[:, None], torch.arange(T, device=device)
+        gqa = dict(enable_gqa=H != Hk)
+        if device.type == "cpu":
+            mask = (s <= t) & (s > t - window)
+            found["PyTorch, masked"] = step_forward_backward(
+                lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask, **gqa), *heads)
+        else:
+            found["PyTorch flash, full causal"] = step_forward_backward(
+                lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, **gqa), *heads)
+            from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+            block = create_block_mask(lambda b, h, t, s: (s <= t) & (s > t - window), None, None, T, T, device=device)
+            flex = torch.compile(flex_attention)
+            found["FlexAttention"] = step_forward_backward(lambda q, k, v: flex(q, k, v, block_mask=block, **gqa), *heads)
+            try:
+                from flash_attn import flash_attn_func
+                found["flash-attn, window"] = step_forward_backward(
+                    lambda q, k, v: flash_attn_func(q, k, v, causal=True, window_size=(window - 1, 0)), q, k, v)
+            except ImportError:
+                pass
+    if name == "mlstm":
+        gates = x["i"], x["f"]
+        found["ours"] = step_forward_backward(lambda *a: mlstm(*a)[0], q, k, v, *gates)
+        heads = swap(q, *(y.repeat_interleave(H // Hk, 2) for y in (k, v, *gates)))
+        try:
+            from mlstm_kernels.torch import get_mlstm_kernel
+            names = ["native_custbw", "native_autograd"] if device.type == "cpu" else ["triton_xl_chunk"]
+            for kernel in names:
+                f = get_mlstm_kernel(f"chunkwise--{kernel}")
+                more = dict(chunk_size=64) if device.type == "cpu" else dict(chunk_size=128, autocast_kernel_dtype=dtype)
+                found[f"mlstm_kernels {kernel}"] = step_forward_backward(lambda *a, f=f, more=more: f(*a, **more), *heads)
+        except ImportError:
+            pass
+    if name == "scan":
+        found["ours"] = step_forward_backward(lambda *a: scan(*a)[0], q, k, v, x["log_a"])
+    if name == "delta":
+        found["ours"] = step_forward_backward(lambda *a: delta(*a)[0], *(x[n] for n in ("q", "k", "v", "log_a", "b", "c")))
+    if device.type == "cuda" and name in ("scan", "delta"):
+        try:
+            from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+            from fla.ops.simple_gla import chunk_simple_gla
+            repeated = [y.repeat_interleave(H // Hk, 2) for y in (k, v, x["log_a"])]
+            if name == "scan":
+                found["fla simple_gla"] = step_forward_backward(lambda q, k, v, g: chunk_simple_gla(q, k, v, g)[0], q, *repeated)
+            else:
+                beta = torch.full((B, T, H), 0.5, device=device, dtype=dtype)
+                found["fla gated_delta_rule"] = step_forward_backward(
+                    lambda q, k, v, g, b: chunk_gated_delta_rule(q, k, v, g, b)[0], q, *repeated, beta)
+        except ImportError:
+            pass
+    if T <= 1024 or name in ("scan", "mlstm") and device.type == "cpu" and not quick:  # loops over t and T x T matrices: small T alone
+        plain = {"attend": lambda q, k, v: reference.attend(q, k, v, window=window)}.get(
+            name, lambda *a: getattr(reference, name)(*a)[0])
+        found["reference.py"] = step_forward_backward(plain, *([q, k, v] if name == "attend" else x.values()))
+    return found
+
+
+# per device: (op, (B, T, H, Hk, D), window)
+TIMED = {"cpu": [("attend", (1, 8192, 8, 8, 128), 576), ("attend", (1, 1024, 8, 2, 16), 56), ("mlstm", (1, 2048, 8, 8, 128), None),
+                 ("scan", (1, 2048, 8, 8, 128), None), ("delta", (1, 2048, 8, 8, 128), None)],
+         "cuda": [("attend", (1, 65536, 32, 8, 128), 576), ("mlstm", (1, 65536, 32, 8, 128), None), ("mlstm", (8, 8192, 16, 16, 128), None),
+                  ("scan", (8, 8192, 16, 16, 128), None), ("delta", (8, 8192, 16, 16, 128), None)],
+         "quick": [("attend", (1, 320, 4, 2, 16), 56), ("mlstm", (1, 320, 4, 2, 16), None), ("scan", (1, 320, 4, 2, 16), None),
+                   ("delta", (1, 320, 4, 2, 16), None)]}
+
+
+def bench(device: torch.device, quick: bool) -> list[dict]:
+    """Forward and backward of each op beside its peers, the ratio of each to ours, and the share of what the device could do."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    copy, product = rates(device, dtype)
+    print(f"\nthis device: a copy moves {copy / 1e9:.0f} GB/s, a matrix product does {product / 1e9:,.0f} GFLOP/s ({str(dtype)[6:]})")
+    print(f"{'forward and backward of':<44}{'peer':<32}{'ms':>10}{'peer / ours':>13}{'floor ms':>10}{'share':>8}")
+    rows = []
+    for name, size, window in TIMED["quick" if quick else device.type]:
+        seconds = in_turns(peers(name, size, window, device, dtype, quick), 2 if quick else 5, device)
+        moved, operations = work(name, *size, window, dtype.itemsize)
+        floor = max(moved / copy, operations / product)
+        label = f"{name} " + " ".join(f"{n}{x}" for n, x in zip(("B", "T", "H", "Hk", "D", "W"), (*size, window)) if x)
+        for peer, s in seconds.items():
+            rows.append({"op": name, "size": size, "window": window, "peer": peer, "seconds": s, "ratio": s / seconds["ours"],
+                         "bytes": moved, "operations": operations, "floor": floor})
+            last = f"{1000 * floor:>10.2f}{100 * floor / s:>7.0f}%" if peer == "ours" else ""
+            print(f"{label if peer == 'ours' else '':<44}{peer:<32}{1000 * s:>10.2f}{s / seconds['ours']:>12.2f}x{last}")
+    return rows
+
+
+def bench_constant(device: torch.device, quick: bool) -> dict:
+    """What must not grow: attend's time per token with T, a decode step's with its position; and mini training, fast against plain."""
+    short, long = (256, 1024) if quick else (8192, 32768)
+    x = [_normal(j, 1, long, 8, 128).float().to(device) for j in range(3)]
+    run = {T: step_forward_backward(lambda *a: attend(*a, window=64 if quick else 576), *(y[:, :T] for y in x)) for T in (short, long)}
+    t = in_turns(run, 2 if quick else 3, device)
+    result = {"attend_growth": t[long] / t[short]}
+    print(f"\nattend at T={long:,} takes {t[long] / t[short]:.2f}x its time at T={short:,} ({long // short}x the tokens)")
+    model = reference.build(reference.MINI, "bifocal", ops=sys.modules[__name__]).to(device)
+    token, steps = torch.zeros(1, 1, dtype=torch.long, device=device), 20 if quick else 200
+
+    def decode(position):
+        cache = model.cache(1)
+        cache.seen.fill_(position)
+
+        @torch.no_grad()
+        def call():
+            for _ in range(steps):
+                model.hidden(token, cache=cache)
+        return call
+    t = in_turns({p: decode(p) for p in (1_000, 100_000)}, 3 if quick else 9, device)
+    result["decode_growth"] = t[100_000] / t[1_000]
+    print(f"a decode step of the mini Bifocal at position 100,000 takes {t[100_000] / t[1_000]:.3f}x one at 1,000 ({1000 * t[1_000] / steps:.2f} ms)")
+    tokens = torch.randint(0, 352, (2 if quick else 8, 129 if quick else 646), generator=torch.Generator().manual_seed(0)).to(device)
+
+    def training(ops):
+        student = reference.build(reference.MINI, "bifocal", ops=ops).to(device)
+        teacher = reference.build(reference.MINI, "full", ops=ops).to(device)
+
+        def call():
+            with torch.no_grad():
+                target = teacher.hidden(tokens[:, :-1]).flatten(0, 1), teacher.head_weight
+            hidden = student.hidden(tokens[:, :-1]).flatten(0, 1)
+            ops.distill_loss(hidden, student.head_weight, target).backward()
+            for p in student.parameters():
+                p.grad = None
+        return call
+    t = in_turns({"fast": training(sys.modules[__name__]), "reference": training(reference)}, 1 if quick else 3, device)
+    result["training_ratio"] = t["reference"] / t["fast"]
+    print(f"a stage II step of the miniature: {t['reference'] / t['fast']:.2f}x faster with --ops fast ({t['fast']:.2f} s)")
+    return result
+
+
+def main() -> None:
+    """Check every op; if all pass, time them; the last line is JSON."""
+    parser = reference.Parser(description=main.__doc__)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: does the bench itself work")
+    parser.add_argument("--compile", action="store_true", help="compile every kernel for sm_80, sm_90, sm_100 and print what each uses")
+    args = parser.parse_args()
+    if args.compile:
+        try:
+            import kernels
+        except ImportError as error:
+            raise reference.UserError(f"--compile needs Triton ({error}): pip install triton, on Linux") from None
+        rows = kernels.compile_table()
+        print(json.dumps({"kernels": rows}))
+        return
+    reference.use_cores()
+    device = reference.pick_device(args.device)
+    if not check(device):
+        raise reference.UserError("an op errs more than it may (FAILED above): nothing is timed")
+    rows = bench(device, args.quick)
+    print(json.dumps({"device": device.type, "checks": "passed", "times": rows, **bench_constant(device, args.quick)}))
+
+
+if __name__ == "__main__":
+    reference.cli(main)

