@@ -31,14 +31,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, windo
     B, T, H, D = q.shape
     Hk, R = k.shape[2], H // k.shape[2]
     if sink is None and q_keep is None and not return_lse and not return_peak and (window is None or window >= T) and T > 1:
-        same = None if segment is None else (_starts(segment).cumsum(1)[:, None, :, None] == _starts(segment).cumsum(1)[:, None, None]).tril()
+        document = None if segment is None else _starts(segment).cumsum(1)
+        same = None if segment is None else (document[:, None, :, None] == document[:, None, None]).tril()
         o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), same, is_causal=same is None,
                                            enable_gqa=H != Hk)
         return o.transpose(1, 2)
     W = T if window is None else min(window, T)
     C = min(T, max(BLOCK, W // 4))
     if T == 0 or W + C >= T:  # one block sees everything
-        return reference.attend(q, k, v, sink, window=window, keep=keep, segment=segment, q_keep=q_keep, return_lse=return_lse, return_peak=return_peak)
+        return reference.attend(q, k, v, sink, window=window, keep=keep, segment=segment, q_keep=q_keep,
+                                return_lse=return_lse, return_peak=return_peak)
     blocks = -(-T // C)
     reach = W - 1 + C  # keys that a block can see
     position = torch.arange(T, device=q.device).expand(B, T) if segment is None else document_positions(segment)
@@ -603,7 +605,8 @@ def bench_constant(device: torch.device, quick: bool) -> dict:
         return call
     t = in_turns({p: decode(p) for p in (1_000, 100_000)}, 3 if quick else 9, device)
     result["decode_growth"] = t[100_000] / t[1_000]
-    print(f"a decode step of the mini Bifocal at position 100,000 takes {t[100_000] / t[1_000]:.3f}x one at 1,000 ({1000 * t[1_000] / steps:.2f} ms)")
+    print(f"a decode step of the mini Bifocal at position 100,000 takes {t[100_000] / t[1_000]:.3f}x one at 1,000 "
+          f"({1000 * t[1_000] / steps:.2f} ms)")
     tokens = torch.randint(0, 352, (2 if quick else 8, 129 if quick else 646), generator=torch.Generator().manual_seed(0)).to(device)
 
     def training(ops):

@@ -676,8 +676,8 @@ def layer_cache(shape: Shape, row: Variant, window: int | None, batch: int = 1, 
 
     k, v (B, N+W, Hk, D) in `dtype`: slot s < N holds sink s, slot N + (p-N) mod W holds position p (a ring).
     Float32 (float64 if dtype is): C (B, Hs, D, D), the matrix state; n (B, Hs, D), the normaliser; m (B, Hs), the stabiliser;
-    conv (B, 3, (H + 2 Hk) D) and shift (B, 1, E), the last inputs of a convolution and a token shift. Raises UserError if window is None: `full` needs
-    its capacity in tokens.
+    conv (B, 3, (H + 2 Hk) D) and shift (B, 1, E), the last inputs of a convolution and a token shift. Raises UserError if
+    window is None: `full` needs its capacity in tokens.
     """
     cache = {}
     if row.window is not False:
@@ -1534,7 +1534,8 @@ def main() -> None:
           f"key/value heads of {shape.head_dim}, {parameters:,} parameters")
     print(f"one cached token: {token:,} B a layer, {card['bytes_per_token'] / 1024:g} KiB in all layers (bfloat16)")
     print(f"budget: {budget} tokens = {token * budget / 2**20:.4g} MiB a layer, {card['budget_bytes'] / 2**20:.4g} MiB a model\n")
-    print(f"{'variant':<22}{'window':>8}{'sinks':>9}{'state':>16}{'B/layer':>12}{'nominal':>10}{'exact':>10}{'MiB/model':>11}{'new params':>15}")
+    print(f"{'variant':<22}{'window':>8}{'sinks':>9}{'state':>16}{'B/layer':>12}{'nominal':>10}{'exact':>10}"
+          f"{'MiB/model':>11}{'new params':>15}")
     rows, misfits = [], []
     for row in VARIANTS.values():
         try:
@@ -1549,7 +1550,8 @@ def main() -> None:
             f"{r['bytes_per_layer']:,}", f"{r['tokens_nominal']:.2f}", f"{r['tokens_exact']:.2f}",
             f"{r['bytes_per_layer'] * shape.layers / 2**20:.4g}"]
         state = f"per {r['state']} head" if row.far else "-"
-        print(f"{row.name:<22}{window:>8}{sinks:>9}{state:>16}{cells[0]:>12}{cells[1]:>10}{cells[2]:>10}{cells[3]:>11}{r['parameters']:>15,}")
+        print(f"{row.name:<22}{window:>8}{sinks:>9}{state:>16}{cells[0]:>12}{cells[1]:>10}"
+              f"{cells[2]:>10}{cells[3]:>11}{r['parameters']:>15,}")
     print("\nnominal counts the matrix states alone, as [B] does; exact counts every byte (normaliser and stabiliser too).")
     print(json.dumps({"card": card, "variants": rows}))
     if misfits:

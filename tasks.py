@@ -14,8 +14,8 @@ y = table[x], pushes y at the back, and writes one line: steps left, x, y, the o
     1 c d d d f a c a f
     done
 
-The prompt ends with the number of steps; every word is one token. Prompt: 2K + 12 tokens; answer: 10 n + 1. The symbol y was last written next to x some lines ago, or only in the table: a window
-of W tokens sees about W/10 lines.
+The prompt ends with the number of steps; every word is one token. Prompt: 2K + 12 tokens; answer: 10 n + 1. The symbol y
+was last written next to x some lines ago, or only in the table: a window of W tokens sees about W/10 lines.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@
 """
 
 import inspect
+import json
 import math
 import random
 
@@ -12,7 +13,7 @@ import torch
 
 import fast
 import reference
-from common import close, decoder, draw_tokens, every_row, read_pieces, same_cache
+from common import close, decoder, draw_tokens, every_row, read_pieces, refused, same_cache
 from fast import outputs_and_gradients
 
 INF = math.inf
@@ -399,6 +400,32 @@ def test_distill_loss_frozen_head(tiles):
         gradients = [torch.autograd.grad(module.distill_loss(hidden, weight, target), leaf) for module in (fast, reference)]
         close(gradients[0][0], gradients[1][0])
         leaf.requires_grad_(False)
+
+
+# ---------------------------------------------------------------- python fast.py
+
+
+def test_bench(monkeypatch, capsys):
+    """It checks, then times, and its last line is JSON."""
+    monkeypatch.setattr(fast, "CHECKS", fast.CHECKS[::9])
+    monkeypatch.setattr("sys.argv", ["fast.py", "--quick", "--device", "cpu"])
+    fast.main()
+    lines = capsys.readouterr().out.splitlines()
+    result = json.loads(lines[-1])
+    assert result["checks"] == "passed" and not any("FAILED" in line for line in lines)
+    assert {row["op"] for row in result["times"]} == {"attend", "mlstm", "scan", "delta"}
+    assert all(row["seconds"] > 0 and (row["ratio"] == 1) == (row["peer"] == "ours") for row in result["times"])
+    assert {"attend_growth", "decode_growth", "training_ratio"} <= result.keys()
+
+
+def test_bench_times_nothing_that_fails(monkeypatch, capsys):
+    """An error of one per mille in one op stops it before any timing."""
+    right = fast.scan
+    monkeypatch.setattr(fast, "scan", lambda q, *args, **kwargs: right(1.001 * q, *args, **kwargs))
+    monkeypatch.setattr(fast, "CHECKS", [c for c in fast.CHECKS if c[0] in ("attend", "scan")][-3:])
+    monkeypatch.setattr("sys.argv", ["fast.py", "--quick", "--device", "cpu"])
+    refused(fast.main, "nothing is timed")
+    assert "FAILED" in capsys.readouterr().out
 
 
 @every_row
