@@ -36,69 +36,110 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, windo
         o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), same, is_causal=same is None,
                                            enable_gqa=H != Hk)
         return o.transpose(1, 2)
-    W = T if window is None else min(window, T)
-    C = min(T, max(BLOCK, W // 4))
-    if T == 0 or W + C >= T:  # one block sees everything
-        return reference.attend(q, k, v, sink, window=window, keep=keep, segment=segment, q_keep=q_keep,
-                                return_lse=return_lse, return_peak=return_peak)
-    blocks = -(-T // C)
-    reach = W - 1 + C  # keys that a block can see
+    if T == 0:
+        return reference.attend(q, k, v, sink, return_lse=return_lse, return_peak=return_peak)
     position = torch.arange(T, device=q.device).expand(B, T) if segment is None else document_positions(segment)
-
-    def queries(x):  # (B, T, H, D) -> (B, blocks, Hk, R*C, D)
-        x = F.pad(x, (0, 0, 0, 0, 0, blocks * C - T)).reshape(B, blocks, C, Hk, R, D)
-        return x.permute(0, 1, 3, 4, 2, 5).reshape(B, blocks, Hk, R * C, D)
-
-    def keys(x):  # (B, T, Hk, D) -> (B, blocks, Hk, D, reach)
-        return F.pad(x, (0, 0, 0, 0, W - 1, blocks * C - T)).unfold(1, reach, C)
-
-    # (1) on absolute indices: query c of block b is t = b*C + c, key j of block b is s = b*C + j - (W-1)
-    c, j = torch.arange(C, device=q.device)[:, None], torch.arange(reach, device=q.device)[None]
-    s = torch.arange(blocks, device=q.device)[:, None, None] * C + j - (W - 1)               # (blocks, 1, reach)
-    mask = (((j >= c) & (j <= c + W - 1)) & (s >= 0))[None]                                  # (1, blocks, C, reach)
     document = None if segment is None else _starts(segment).cumsum(1)
-    if document is not None:
-        s_document = F.pad(document, (W - 1, blocks * C - T), value=-1).unfold(1, reach, C)
-        t_document = F.pad(document, (0, blocks * C - T), value=-2).reshape(B, blocks, C)
-        mask = mask & (t_document[..., None] == s_document[:, :, None])
-    if keep:
-        s_position = F.pad(position, (W - 1, blocks * C - T), value=keep).unfold(1, reach, C)
-        mask = mask & (s_position >= keep)[:, :, None]
-    scale = D**-0.5
-    a = (queries(q) @ keys(k)) * scale                                                       # (B, blocks, Hk, R*C, reach)
-    a = a.unflatten(3, (R, C)).masked_fill(~mask[:, :, None, None], -math.inf).flatten(3, 4)  # (2)
-    if keep:
-        sinks, k_sink, v_sink = _sink_mask(position, document, keep, blocks * C), k, v
-        if document is None:
-            sinks, k_sink, v_sink = sinks[:, :, :keep], k[:, :keep], v[:, :keep]
-        b = (queries(q if q_keep is None else q_keep) @ k_sink.permute(0, 2, 3, 1)[:, None]) * scale
-        sinks = sinks.unflatten(1, (blocks, C))
-        b = b.unflatten(3, (R, C)).masked_fill(~sinks[:, :, None, None], -math.inf).flatten(3, 4)
-        a = torch.cat([a, b], -1)
-    lse = a.logsumexp(-1)                                                                    # (B, blocks, Hk, R*C)
-    p = (a - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()
-    o = p[..., :reach] @ keys(v).transpose(-1, -2)
-    if keep:
-        o = o + p[..., reach:] @ v_sink.transpose(1, 2)[:, None]
 
-    def sequence(x):  # (B, blocks, Hk, R*C, ...) -> (B, T, H, ...)
-        x = x.unflatten(3, (R, C)).movedim(4, 2)  # (B, blocks, C, Hk, R, ...)
-        return x.reshape(B, blocks * C, H, *x.shape[5:])[:, :T]
+    def queries(x):  # (B, T, H, D) -> (B, Hk, R, T, D)
+        return x if x is None else x.unflatten(2, (Hk, R)).permute(0, 2, 3, 1, 4)
 
-    o, lse = sequence(o), sequence(lse)
+    def sequence(x):  # (B, Hk, R, T, ...) -> (B, T, H, ...)
+        return x.permute(0, 3, 1, 2, *range(4, x.ndim)).flatten(2, 3)
+
+    o, lse, peak = map(sequence, _Attend.apply(queries(q), k.transpose(1, 2), v.transpose(1, 2), queries(q_keep),
+                                               T if window is None else min(window, T), keep, position, document))
     if sink is not None:
         o = o * torch.sigmoid(lse - sink).masked_fill(lse == -math.inf, 0)[..., None]        # (3)
-    return (o, lse, sequence(a.amax(-1))) if return_peak else (o, lse) if return_lse else o
+    return (o, lse, peak) if return_peak else (o, lse) if return_lse else o
 
 
-def _sink_mask(position: Tensor, document: Tensor | None, keep: int, rows: int) -> Tensor:
-    """(B, rows, T) bool: key s is a sink of query t's document, at or before t. Rows past T see nothing."""
-    B, T = position.shape
-    index = torch.arange(T, device=position.device)
-    mask = (position < keep)[:, None] & (index[:, None] >= index)
-    if document is not None:
-        mask = mask & (document[:, :, None] == document[:, None])
-    return F.pad(mask, (0, 0, 0, rows - T))
+class _Attend(torch.autograd.Function):
+    """Blocks of queries and the keys they can see. Kept from the forward pass: the inputs and lse. With p = e^{a - lse} and d for
+    the gradient of the loss,
+
+        d p_ts = d o_t . v_s,   d a_ts = p_ts (d p_ts - sum_j p_tj d p_tj + d lse_t)         (2')
+        d q_t = sum_s d a_ts k_s / sqrt(D),   k alike,   d v_s = sum_t p_ts d o_t
+
+    and the peak's own gradient goes to the first greatest score.
+    """
+
+    @staticmethod
+    def blocks(T, W):
+        """The first and last + 1 query of each block."""
+        C = max(BLOCK, W // 4)
+        return [(a, min(a + C, T)) for a in range(0, T, C)]
+
+    @staticmethod
+    def scores(q, q_keep, k, a, b, W, keep, position, document):
+        """Of the queries a to b: the indices of kept keys (K), the first key of the window's range, and the masked scores
+        (B, Hk, R, b-a, K + range)."""
+        lo = max(0, a - W + 1)
+        t, s = torch.arange(a, b, device=q.device)[:, None], torch.arange(lo, b, device=q.device)
+        mask = ((s <= t) & (s > t - W))[None]                                                # (1)
+        if document is not None:
+            mask = mask & (document[:, a:b, None] == document[:, None, lo:b])
+        x = (q[:, :, :, a:b].flatten(2, 3) @ k[:, :, lo:b].transpose(-1, -2)).unflatten(2, (-1, b - a))
+        kept = s[:0]
+        if keep:
+            mask = mask & (position[:, None, lo:b] >= keep)
+            kept = (position[:, :b] < keep).any(0).nonzero()[:, 0]
+            sinks = (position[:, None, kept] < keep) & (kept <= t)                           # (B, b-a, K)
+            if document is not None:
+                sinks &= document[:, a:b, None] == document[:, None, kept]
+                here = sinks.any(1).any(0)
+                kept, sinks = kept[here], sinks[..., here]
+            y = (q if q_keep is None else q_keep)[:, :, :, a:b].flatten(2, 3) @ k[:, :, kept].transpose(-1, -2)
+            x, mask = torch.cat([y.unflatten(2, (-1, b - a)), x], -1), torch.cat([sinks, mask.expand(len(sinks), -1, -1)], -1)
+        return kept, lo, (x * q.shape[-1] ** -0.5).masked_fill_(~mask[:, None, None], -math.inf)  # (2)
+
+    @staticmethod
+    def forward(ctx, q, k, v, q_keep, W, keep, position, document):
+        *size, T, _ = q.shape
+        o, lse, peak = q.new_empty(*size, T, v.shape[-1]), q.new_empty(*size, T), q.new_empty(*size, T)
+        for a, b in _Attend.blocks(T, W):
+            kept, lo, x = _Attend.scores(q, q_keep, k, a, b, W, keep, position, document)
+            top = x.amax(-1)
+            p = x.sub_(top.masked_fill(top == -math.inf, 0)[..., None]).exp_()
+            total = p.sum(-1)
+            keys = torch.cat([v[:, :, kept], v[:, :, lo:b]], 2) if len(kept) else v[:, :, lo:b]
+            out = (p.flatten(2, 3) @ keys).view(*size, b - a, -1)
+            o[:, :, :, a:b] = out / total.clamp(min=torch.finfo(total.dtype).tiny)[..., None]
+            lse[:, :, :, a:b], peak[:, :, :, a:b] = top + total.log(), top
+        ctx.save_for_backward(q, k, v, q_keep, lse, position, document)
+        ctx.rest = W, keep
+        return o, lse, peak
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do, dlse, dpeak):
+        q, k, v, q_keep, lse, position, document = ctx.saved_tensors
+        W, keep = ctx.rest
+        T, scale = q.shape[3], q.shape[-1] ** -0.5
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        d_keep = None if q_keep is None else torch.zeros_like(q_keep)
+        for a, b in _Attend.blocks(T, W):
+            kept, lo, x = _Attend.scores(q, q_keep, k, a, b, W, keep, position, document)
+            top = x.argmax(-1, keepdim=True)
+            lse_ = lse[:, :, :, a:b]
+            p = x.sub_(lse_.masked_fill(lse_ == -math.inf, 0)[..., None]).exp_()
+            do_ = do[:, :, :, a:b].flatten(2, 3)
+
+            def parts(y):  # the kept keys' columns, then the window's
+                return (y[:, :, kept], slice(0, len(kept))), (y[:, :, lo:b], slice(len(kept), None))
+
+            da = torch.cat([do_ @ y.transpose(-1, -2) for y, _ in parts(v)[not len(kept):]], -1).view(p.shape)
+            da = da.sub_(((p * da).sum(-1) - dlse[:, :, :, a:b])[..., None]).mul_(p).scatter_add_(-1, top, dpeak[:, :, :, a:b, None])  # (2')
+            p, da = p.flatten(2, 3), da.mul_(scale).flatten(2, 3)
+            dv[:, :, lo:b] += p[..., len(kept):].transpose(-1, -2) @ do_
+            dk[:, :, lo:b] += da[..., len(kept):].transpose(-1, -2) @ q[:, :, :, a:b].flatten(2, 3)
+            dq[:, :, :, a:b] = (da[..., len(kept):] @ k[:, :, lo:b]).view(dq[:, :, :, a:b].shape)
+            if len(kept):
+                p, da = p[..., : len(kept)], da[..., : len(kept)]
+                dv.index_add_(2, kept, p.transpose(-1, -2) @ do_)
+                dk.index_add_(2, kept, da.transpose(-1, -2) @ (q if q_keep is None else q_keep)[:, :, :, a:b].flatten(2, 3))
+                (dq if q_keep is None else d_keep)[:, :, :, a:b] += (da @ k[:, :, kept]).view(dq[:, :, :, a:b].shape)
+        return dq, dk, dv, d_keep, None, None, None, None
 
 
 def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, state: tuple[Tensor, ...] | None = None,
