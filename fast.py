@@ -151,17 +151,15 @@ def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, state: tuple
 
     and the state at the chunk's end is (6') without q. Every exponent is <= 0 and masked before exp.
     """
-    if normalizer not in ("floor", "plain"):
-        raise ValueError(f"normalizer {normalizer!r}: 'floor' or 'plain'")
     B, T, H, D = q.shape
     Hs = k.shape[2]
+    if T < 2 or normalizer not in ("floor", "plain"):
+        return reference.mlstm(q, k, v, i, f, state=state, segment=segment, normalizer=normalizer, scale=scale, m0=m0)
     dtype = torch.promote_types(q.dtype, torch.float32)
     q = (q.to(dtype) * (D**-0.5 if scale is None else scale)).unflatten(2, (Hs, H // Hs)).permute(0, 2, 3, 1, 4)  # (B, Hs, R, T, D)
     k, v, i = (x.to(dtype).transpose(1, 2) for x in (k, v, i))                               # (B, Hs, T, D), i (B, Hs, T)
     log_f = F.logsigmoid(f.to(dtype)).transpose(1, 2)
     C, n, m = mlstm_state(B, Hs, D, m0=m0, dtype=dtype, device=q.device) if state is None else state
-    if T == 0:
-        return q.new_zeros(B, 0, H, D), (C, n, m)
     document = None if segment is None else _starts(segment).cumsum(1)                       # (B, T), 0 at first
     o, *state = _MLSTM.apply(q, k, v, i, log_f, C, n, m, document, normalizer, m0)
     return o.permute(0, 3, 1, 2, 4).reshape(B, T, H, D), tuple(state)
@@ -286,10 +284,12 @@ def delta(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None, b: Tensor, c: T
 def _chunked(q, k, v, log_a, b, c, state, segment, bonus):
     """reference.quadratic inside a chunk, the state between chunks."""
     T = q.shape[1]
+    if T < 2:
+        return reference._recur(q, k, v, log_a, b, c, state, segment, bonus)
     starts = None if segment is None else _starts(segment)
     size = BLOCK // 8 if log_a is not None and log_a.ndim == 4 else BLOCK if b is None else BLOCK // 4  # measured on a CPU
     out = []
-    for a in range(0, max(T, 1), size):
+    for a in range(0, T, size):
         if starts is not None and a:
             state = state.masked_fill(starts[:, a, None, None, None], 0)
         part = (x if x is None else x[:, a : a + size] for x in (q, k, v, log_a, b, c))

@@ -405,6 +405,7 @@ def test_distill_loss_frozen_head(tiles):
 # ---------------------------------------------------------------- python fast.py
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's, where NX-AI imports Triton
 def test_bench(monkeypatch, capsys):
     """It checks, then times, and its last line is JSON."""
     monkeypatch.setattr(fast, "CHECKS", fast.CHECKS[::9])
