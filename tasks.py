@@ -178,14 +178,15 @@ def solve(model: Decoder, problems: list[Problem], *, batch: int = 200) -> tuple
 
 
 @torch.no_grad()
-def look_up_accuracy(model: Decoder, problems: list[Problem]) -> float:
-    """The share of look-ups that the model gets right while reading the right answers: every step's y, given all before it."""
+def reading_accuracy(model: Decoder, problems: list[Problem]) -> dict[str, float]:
+    """What the model would write next while it reads the right answers, as shares: look_up, every step's y; copy, all the rest."""
     rows, mask = queue_batch(problems)
     tokens, place = torch.from_numpy(rows), np.cumsum(mask, 1) - 1  # index within the answer: LINE tokens a step, y the third
-    asked = torch.from_numpy(mask & (place % LINE == 2))[:, 1:]
     device = model.embed_tokens.weight.device
-    right = [(model(t[None, :-1].to(device))[0].argmax(-1).cpu() == t[1:])[a] for t, a in zip(tokens, asked)]
-    return torch.cat(right).double().mean().item()
+    right = torch.stack([model(t[None, :-1].to(device))[0].argmax(-1).cpu() == t[1:] for t in tokens])
+    look_up = mask & (place % LINE == 2)
+    return {name: right[torch.from_numpy(asked[:, 1:])].double().mean().item()
+            for name, asked in (("look_up", look_up), ("copy", mask & ~look_up))}
 
 
 def boxed(text: str) -> str | None:

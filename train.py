@@ -43,7 +43,7 @@ import fast
 import reference
 from reference import (BUDGET, FARS, MINI, VARIANTS, WORDS, Decoder, Parser, UserError, build, cli, is_new, memory_row, combine,
                        pick_device, rotate, solve_window, use_cores)
-from tasks import (LENGTHS, TRAINING, Text, drill_problem, look_up_accuracy, open_teacher, queue_batch, queue_problem,
+from tasks import (LENGTHS, TRAINING, Text, drill_problem, reading_accuracy, open_teacher, queue_batch, queue_problem,
                    queue_problems, read_documents, solve, window_bound)
 from weights import RunWeights, describe, load_weights, read_json, save_weights, write_json, write_whole
 
@@ -448,8 +448,8 @@ def evaluate_queue(run: Run) -> dict:
         bound = None if run.student.window is None else float(np.mean([window_bound(p, run.student.window) for p in problems]))
         result["lengths"][str(n)] = {"n": len(problems), "exact": float(np.mean([o.exact for o in outcomes])),
                                 "truncated": int(sum(o.truncated for o in outcomes)), "window_bound": bound}
-    return result | {"look_up": look_up_accuracy(run.student, queue_problems(min(50, run.args.problems), LENGTHS[-1])),
-                     "bytes_per_layer": held}
+    read = reading_accuracy(run.student, queue_problems(min(50, run.args.problems), LENGTHS[-1]))
+    return result | read | {"bytes_per_layer": held}
 
 
 def report_queue(run: Run, result: dict) -> None:
@@ -463,7 +463,8 @@ def report_queue(run: Run, result: dict) -> None:
         print(f"{10 * int(n) + 1:>16} {100 * r['exact']:>10.1f} {r['truncated']:>8} {cell:>10} {bound:>15}")
     if run.student.window:
         print(f"The window bound is what the best reader of {run.student.window} tokens alone could score.")
-    print(f"Look-ups right while reading the right answers of {10 * LENGTHS[-1] + 1} tokens: {100 * result['look_up']:.1f} %")
+    print(f"While reading the right answers of {10 * LENGTHS[-1] + 1} tokens, right: {100 * result['look_up']:.1f} % of the look-ups, "
+          f"{100 * result['copy']:.1f} % of the rest")
     problem = queue_problems(1, 4)[0]
     outcome = solve(run.student, [problem])[0][0]
     print(f"\none answer ({'right' if outcome.exact else 'wrong'}):\n{problem.prompt}{outcome.text}\n")
@@ -628,11 +629,11 @@ def report_all(root: Path, names: list[str]) -> None:
         exact = {n: r["exact"] for n, r in metrics["lengths"].items()}
         rows.append({"name": name, "window": config["window"], "bytes_per_layer": metrics["bytes_per_layer"],
                      "short": (exact["2"] + exact["4"]) / 2, "long": (exact["32"] + exact["60"]) / 2,
-                     "look_up": metrics["look_up"], "tokens_per_s": rate, "seeds": 1})
-    print(f"{'variant':<22}{'window':>7}{'B/layer':>9}{'short %':>9}{'long %':>8}{'look-up %':>11}{'train tok/s':>12}")
+                     "look_up": metrics["look_up"], "copy": metrics["copy"], "tokens_per_s": rate, "seeds": 1})
+    print(f"{'variant':<22}{'window':>7}{'B/layer':>9}{'short %':>9}{'long %':>8}{'look-up %':>11}{'copy %':>8}{'train tok/s':>12}")
     for r in rows:
         print(f"{r['name']:<22}{r['window'] or '-':>7}{r['bytes_per_layer']:>9,}{100 * r['short']:>9.1f}{100 * r['long']:>8.1f}"
-              f"{100 * r['look_up']:>11.1f}{r['tokens_per_s']:>12,}")
+              f"{100 * r['look_up']:>11.1f}{100 * r['copy']:>8.1f}{r['tokens_per_s']:>12,}")
     print(json.dumps({"out": str(root), "variants": rows}))
 
 

@@ -242,7 +242,7 @@ def test_all(tmp_path, monkeypatch, capsys):
     metrics = json.loads((tmp_path / "all" / "gdn" / "metrics.json").read_text())
     row = last["variants"][1]
     assert row["long"] == (metrics["lengths"]["32"]["exact"] + metrics["lengths"]["60"]["exact"]) / 2
-    assert row["bytes_per_layer"] == 8 * 16 * 16 * 4 + 3 * (8 + 2 + 2) * 16 * 4 and 0 <= row["look_up"] <= 1
+    assert row["bytes_per_layer"] == 8 * 16 * 16 * 4 + 3 * (8 + 2 + 2) * 16 * 4 and 0 <= row["look_up"] <= 1 and 0 <= row["copy"] <= 1
     (tmp_path / "all" / "gdn" / "config.json").write_text("{")
     with pytest.raises(SystemExit) as ended:
         train.main()
