@@ -22,6 +22,7 @@ import reference
 from reference import _is_top, _starts, check_loss, document_positions, mlstm_denominator, mlstm_state, quadratic
 
 BLOCK = 64  # queries per block of `attend`, steps per chunk of `mlstm`
+GROUP = 16  # chunks of `mlstm` at a time
 TILE = 2**24  # logits that `distill_loss` holds at a time, of student and of teacher
 
 
@@ -156,17 +157,27 @@ def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, state: tuple
     if T < 2 or normalizer not in ("floor", "plain"):
         return reference.mlstm(q, k, v, i, f, state=state, segment=segment, normalizer=normalizer, scale=scale, m0=m0)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    q = (q.to(dtype) * (D**-0.5 if scale is None else scale)).unflatten(2, (Hs, H // Hs)).permute(0, 2, 3, 1, 4)  # (B, Hs, R, T, D)
-    k, v, i = (x.to(dtype).transpose(1, 2) for x in (k, v, i))                               # (B, Hs, T, D), i (B, Hs, T)
-    log_f = F.logsigmoid(f.to(dtype)).transpose(1, 2)
-    C, n, m = mlstm_state(B, Hs, D, m0=m0, dtype=dtype, device=q.device) if state is None else state
+    L = min(BLOCK, T)
+    N = -(-T // L)  # chunks
+
+    def split(x, value=0.0):  # (B, T, Hs, ...) -> (N, B, Hs, L, ...); the steps past T are padded ones
+        x = F.pad(x.to(dtype), (0, 0) * (x.ndim - 2) + (0, N * L - T), value=value) if N * L > T else x.to(dtype)
+        return x.unflatten(1, (N, L)).movedim(1, 0).transpose(2, 3).contiguous()
+
     document = None if segment is None else _starts(segment).cumsum(1)                       # (B, T), 0 at first
-    o, *state = _MLSTM.apply(q, k, v, i, log_f, C, n, m, document, normalizer, m0)
-    return o.permute(0, 3, 1, 2, 4).reshape(B, T, H, D), tuple(state)
+    document = document if segment is None else F.pad(document[None], (0, N * L - T), mode="replicate")[0].unflatten(1, (N, L))
+    state = mlstm_state(B, Hs, D, m0=m0, dtype=dtype, device=q.device) if state is None else state
+    q = split((q * (D**-0.5 if scale is None else scale)).unflatten(2, (Hs, H // Hs)))       # (N, B, Hs, L, R, D)
+    q = q.transpose(3, 4).flatten(3, 4)                                                      # (N, B, Hs, R*L, D)
+    o, *state = _MLSTM.apply(q, split(k), split(v), split(i, -math.inf), split(F.logsigmoid(f.to(dtype))), *state,
+                             None if document is None else document.movedim(1, 0)[:, :, None], normalizer, m0)
+    o = o.unflatten(3, (H // Hs, L)).permute(1, 0, 4, 2, 3, 5)                               # (B, N, L, Hs, R, D)
+    return o.reshape(B, N * L, H, D)[:, :T], tuple(state)
 
 
 class _MLSTM(torch.autograd.Function):
-    """The chunks of `mlstm` and their gradients. Kept from the forward pass: the inputs, o, and the state before each chunk.
+    """The chunks of `mlstm` and their gradients: GROUP chunks at a time, all of a group's but the states in parallel. Kept from the
+    forward pass: the inputs, o, and the state before each group.
 
     m scales numerator, denominator, floor and state alike, so o and C e^m do not depend on it: the backward pass takes each m
     as given, except that the m it hands out is the maximum (4') and C = (C e^m) e^-m. With d for the gradient of the loss,
@@ -179,94 +190,119 @@ class _MLSTM(torch.autograd.Function):
     """
 
     @staticmethod
-    def gates(i, log_f, m, document, m0, a, b):
-        """Of the steps a to b: e (B, Hs, C, C), c (B, Hs, C), m (B, Hs, C), and `fresh` (B, 1, C): whose document began after the
-        chunk's first state, or None. F_t - F_s is summed step by step: a difference of two running sums loses what a strong decay
-        swallows."""
-        seen, g, fresh = torch.ones(b - a, b - a, dtype=torch.bool, device=i.device).tril(), log_f[..., a:b], None
+    def gates(i, g, m, document, before, m0):
+        """Of a group: e (N, B, Hs, L, L), c (N, B, Hs, L), m (N, B, Hs, L), and `fresh` (N, B, 1, L): whose document began after the
+        chunk's first state, or None. `before` (B, 1, 1) is the document of the step before. F_t - F_s is summed step by step: a
+        difference of two running sums loses what a strong decay swallows."""
+        N, L = len(i), i.shape[-1]
+        seen, fresh = torch.ones(L, L, dtype=torch.bool, device=i.device).tril(), None
         if document is not None:
-            d = document[:, None, a:b]
-            seen, fresh = seen & (d[..., None] == d[..., None, :]), d != (0 if a == 0 else document[:, None, a - 1 : a])
-        e = torch.where(seen.tril(-1), g[..., None], 0).cumsum(-2).add_(i[..., None, a:b]).masked_fill_(~seen, -math.inf)
-        old = g.cumsum(-1) + m[..., None]
-        if document is not None:  # an empty state has m0
-            old = torch.where(fresh, torch.where(seen, g[..., None, :], 0).sum(-1) + m0, old)
-        m = torch.maximum(old, e.amax(-1))                                                   # (4')
+            seen = seen & (document[..., None] == document[..., None, :])
+            fresh = document != torch.cat([before[None], document[:-1, ..., -1:]])
+            since = torch.where(seen, g[..., None, :], 0).sum(-1) + m0                       # an empty state has m0
+        e = torch.where(seen.tril(-1), g[..., None], 0).cumsum(-2).add_(i[..., None, :]).masked_fill_(~seen, -math.inf)
+        greatest, old, starts = e.amax(-1), g.cumsum(-1), [m]
+        for j in range(N):
+            last = old[j, ..., -1] + starts[j]
+            last = last if fresh is None else torch.where(fresh[j, ..., -1], since[j, ..., -1], last)
+            starts.append(torch.maximum(last, greatest[j, ..., -1]))
+        old = old + torch.stack(starts[:-1])[..., None]
+        old = old if fresh is None else torch.where(fresh, since, old)
+        m = torch.maximum(old, greatest)                                                     # (4')
         shift = m.masked_fill(m == -math.inf, 0)
         e, c = e.sub_(shift[..., None]).exp_(), (old - shift).exp()
         return e, c if fresh is None else c.masked_fill(fresh, 0), m, fresh
 
     @staticmethod
-    def forward(ctx, q, k, v, i, log_f, C, n, m, document, normalizer, m0):
-        T, o, states = q.shape[3], torch.empty_like(q), []
-        for a in range(0, T, BLOCK):
-            b = min(a + BLOCK, T)
-            q_, k_, v_ = q[:, :, :, a:b].flatten(2, 3), k[:, :, a:b], v[:, :, a:b]           # (B, Hs, R*C, D)
-            e, c, m_, _ = _MLSTM.gates(i, log_f, m, document, m0, a, b)
-            states.append((C, n, m) if any(ctx.needs_input_grad) else ())
-            s = (q_ @ k_.transpose(-1, -2)).unflatten(2, (-1, b - a)) * e[:, :, None]        # (B, Hs, R, C, C)
-            num = (s.flatten(2, 3) @ v_).view(*s.shape[:4], -1) + c[:, :, None, :, None] * (q_ @ C).view(*s.shape[:4], -1)  # (6')
-            den = s.sum(-1) + c[:, :, None] * (q_ @ n[..., None]).view(s.shape[:4])
-            o[:, :, :, a:b] = num / mlstm_denominator(den, m_[:, :, None], normalizer)[..., None]                # (7)
-            w, c = e[:, :, -1, :, None] * k_, c[..., -1]                                     # the last row is the new state
-            C, n, m = c[..., None, None] * C + w.transpose(-1, -2) @ v_, c[..., None] * n + w.sum(-2), m_[..., -1]
-        ctx.save_for_backward(q, k, v, i, log_f, o, *(x for state in (*states, (C, n, m)) for x in state))
-        ctx.rest = document, normalizer, m0
+    def states(C, n, k, v, e, c):
+        """The states before each chunk of a group and after the last: (N+1, B, Hs, D, D) and (N+1, B, Hs, D)."""
+        w = e[..., -1, :, None] * k  # the last row is the new state
+        Cs, ns = torch.cat([C[None], w.transpose(-1, -2) @ v]), torch.cat([n[None], w.sum(-2)])
+        for j in range(len(k)):
+            Cs[j + 1].addcmul_(c[j, ..., -1, None, None], Cs[j])
+            ns[j + 1].addcmul_(c[j, ..., -1, None], ns[j])
+        return Cs, ns
+
+    @staticmethod
+    def forward(ctx, q, k, v, i, g, C, n, m, document, normalizer, m0):
+        o, kept = torch.empty_like(q), []
+        for a in range(0, len(q), GROUP):
+            kept.append((C, n, m) if any(ctx.needs_input_grad) else ())
+            q_, k_, v_, i_, g_, d = (x if x is None else x[a : a + GROUP] for x in (q, k, v, i, g, document))
+            e, c, m_, _ = _MLSTM.gates(i_, g_, m, d, None if d is None else _MLSTM.before(document, a), m0)
+            Cs, ns = _MLSTM.states(C, n, k_, v_, e, c)
+            s = (q_ @ k_.transpose(-1, -2)).unflatten(3, (-1, e.shape[-1])).mul_(e[:, :, :, None])   # (N, B, Hs, R, L, L)
+            rows, whole = (*s.shape[:5], -1), (*q_.shape[:4], -1)
+            num = (q_ @ Cs[:-1]).view(rows).mul_(c[:, :, :, None, :, None]).view(whole).add_(s.flatten(3, 4) @ v_)  # (6')
+            den = s.sum(-1).add_((q_ @ ns[:-1, ..., None]).view(s.shape[:5]).mul_(c[:, :, :, None]))
+            den = mlstm_denominator(den, m_[:, :, :, None], normalizer)
+            torch.div(num, den.view(whole), out=o[a : a + GROUP])                            # (7)
+            C, n, m = Cs[-1].clone(), ns[-1].clone(), m_[-1, ..., -1]
+        ctx.save_for_backward(q, k, v, i, g, o, document, C, n, *(x for state in kept for x in state))
+        ctx.rest = normalizer, m0
         return o, C, n, m
+
+    @staticmethod
+    def before(document, a):
+        """The document of the step before chunk a, (B, 1, 1); 0 at first."""
+        return document[a - 1, ..., -1:] if a else torch.zeros_like(document[0, ..., -1:])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dC, dn, dm):
-        q, k, v, i, log_f, o, *states = ctx.saved_tensors
-        document, normalizer, m0 = ctx.rest
-        T, dq, dk, dv, di, dlog = q.shape[3], *(torch.empty_like(x) for x in (q, k, v, i, log_f))
-        states = [states[j : j + 3] for j in range(0, len(states), 3)]
-        C1, n1, m1 = states.pop()
+        q, k, v, i, g, o, document, C1, n1, *kept = ctx.saved_tensors
+        normalizer, m0 = ctx.rest
+        dq, dk, dv, di, dg = (torch.empty_like(x) for x in (q, k, v, i, g))
         dm = dm - (dC * C1).sum((-1, -2)) - (dn * n1).sum(-1)
-        dm0 = dm
-        for a in reversed(range(0, T, BLOCK)):
-            b, (C, n, m) = min(a + BLOCK, T), states.pop()
-            e, c, m_, fresh = _MLSTM.gates(i, log_f, m, document, m0, a, b)
-            q_, k_, v_ = q[:, :, :, a:b].flatten(2, 3), k[:, :, a:b], v[:, :, a:b]
-            R, L = q.shape[2], b - a
-            s = (q_ @ k_.transpose(-1, -2)).unflatten(2, (R, L)) * e[:, :, None]
-            den = s.sum(-1) + c[:, :, None] * (q_ @ n[..., None]).view(s.shape[:4])
-            whole = mlstm_denominator(den, m_[:, :, None], normalizer)
-            d_num = do[:, :, :, a:b] / whole[..., None]                                      # (7')
-            d_den = -(d_num * o[:, :, :, a:b]).sum(-1)
+        for a in reversed(range(0, len(q), GROUP)):
+            group = slice(a, min(a + GROUP, len(q)))
+            (C, n, m), kept = kept[-3:], kept[:-3]
+            q_, k_, v_, i_, g_, o_, do_, d = (x if x is None else x[group] for x in (q, k, v, i, g, o, do, document))
+            e, c, m_, fresh = _MLSTM.gates(i_, g_, m, d, None if d is None else _MLSTM.before(document, a), m0)
+            Cs, ns = _MLSTM.states(C, n, k_, v_, e, c)
+            s = (q_ @ k_.transpose(-1, -2)).unflatten(3, (-1, e.shape[-1])).mul_(e[:, :, :, None])
+            rows, whole = s.shape[:5], (*q_.shape[:4], -1)
+            den = s.sum(-1).add_((q_ @ ns[:-1, ..., None]).view(rows).mul_(c[:, :, :, None]))
+            d_num = do_ / mlstm_denominator(den, m_[:, :, :, None], normalizer).view(whole)  # (7')
+            d_den = -(d_num * o_).sum(-1).view(rows)
             if normalizer == "floor":
-                d_den = d_den * den.sign() * (den.abs() >= (-m_[:, :, None]).exp())
-            c_num, c_den = (c[:, :, None, :, None] * d_num).flatten(2, 3), (c[:, :, None] * d_den).flatten(2)  # (B, Hs, R*C, .)
-            d_num = d_num.flatten(2, 3)
-            ds = (d_num @ v_.transpose(-1, -2)).view(s.shape) + d_den[..., None]
-            de = (ds * s).sum(2)                                                             # d log e
-            ds = (ds * e[:, :, None]).flatten(2, 3)
-            old = c_num @ C.transpose(-1, -2) + c_den[..., None] * n[:, :, None]
-            dc = (q_ * old).sum(-1).view(*den.shape).sum(2)                                  # d log c
-            dq[:, :, :, a:b] = (ds @ k_ + old).unflatten(2, (R, L))
-            w, wk = e[:, :, -1, :, None], c[..., -1]
-            into = v_ @ dC.transpose(-1, -2) + dn[:, :, None]                                # what the new state asks of k
-            dk[:, :, a:b] = ds.transpose(-1, -2) @ q_ + w * into
-            dv[:, :, a:b] = s.flatten(2, 3).transpose(-1, -2) @ d_num + (w * k_) @ dC
-            de[:, :, -1] += (w * k_ * into).sum(-1)
-            dc[..., -1] += wk * ((C * dC).sum((-1, -2)) + (n * dn).sum(-1))
-            # the m handed on is the greatest exponent of the last row, or the old m (a document's m0) decayed
-            top = e[:, :, -1].argmax(-1, keepdim=True)
-            decayed = e[:, :, -1].gather(-1, top)[..., 0] < 1
-            de[:, :, -1].scatter_add_(-1, top, torch.where(decayed, 0, dm)[..., None])
-            dm = torch.where(decayed, dm, 0)
-            d_log = de.flip(-2).cumsum(-2).flip(-2).tril(-1).sum(-1)
+                d_den = d_den * den.sign() * (den.abs() >= (-m_[:, :, :, None]).exp())
+            ds = (d_num @ v_.transpose(-1, -2)).view(s.shape).add_(d_den[..., None])
+            de = (ds * s).sum(3)                                                             # d log e, (N, B, Hs, L, L)
+            ds = ds.mul_(e[:, :, :, None]).flatten(3, 4)
+            dv[group] = s.flatten(3, 4).transpose(-1, -2) @ d_num
+            c_num = d_num.view(*rows, -1).mul_(c[:, :, :, None, :, None]).view(d_num.shape)
+            c_den = d_den.mul(c[:, :, :, None]).view(whole)                                  # (N, B, Hs, R*L, 1)
+            old = (c_num @ Cs[:-1].transpose(-1, -2)).addcmul_(c_den, ns[:-1, :, :, None])
+            dc = (q_ * old).sum(-1).view(rows).sum(3)                                        # d log c, (N, B, Hs, L)
+            dq[group] = old.add_(ds @ k_)
+            dk[group] = ds.transpose(-1, -2) @ q_
+            # from chunk to chunk backwards: dC, dn after each chunk, then before the first
+            dCs, dns = torch.cat([q_.transpose(-1, -2) @ c_num, dC[None]]), torch.cat([(q_ * c_den).sum(-2), dn[None]])
+            for j in reversed(range(len(q_))):
+                dCs[j].addcmul_(c[j, ..., -1, None, None], dCs[j + 1])
+                dns[j].addcmul_(c[j, ..., -1, None], dns[j + 1])
+            w = e[..., -1, :, None]
+            into = (v_ @ dCs[1:].transpose(-1, -2)).add_(dns[1:, :, :, None]).mul_(w)        # what the new state asks of k
+            dk[group] += into
+            dv[group] += (w * k_) @ dCs[1:]
+            de[..., -1, :] += (k_ * into).sum(-1)
+            dc[..., -1] += c[..., -1] * ((Cs[:-1] * dCs[1:]).sum((-1, -2)) + (ns[:-1] * dns[1:]).sum(-1))
+            # the m handed on is the greatest exponent of a chunk's last row, or the old m (a document's m0) decayed
+            top = e[..., -1, :].argmax(-1, keepdim=True)
+            decayed = e[..., -1, :].gather(-1, top)[..., 0] < 1                              # (N, B, Hs)
+            passed = decayed if fresh is None else decayed & ~fresh[..., -1]
+            dms = torch.cat([passed[1:], torch.ones_like(passed[:1])]).flip(0).cumprod(0).flip(0) * dm  # after each chunk
+            de[..., -1, :].scatter_add_(-1, top, torch.where(decayed, 0, dms)[..., None])
+            dg_ = de.flip(-2).cumsum(-2).flip(-2).tril_(-1).sum(-1)
             if fresh is not None:
-                since = document[:, None, a:b] == document[:, None, b - 1 : b]
-                d_log += torch.where(since & fresh[..., -1:], dm[..., None], 0)
-                dm = dm.masked_fill(fresh[..., -1], 0)
-            dc[..., -1] += dm
-            dm0 = dc.sum(-1)
-            di[:, :, a:b] = de.sum(-2)
-            dlog[:, :, a:b] = d_log + dc.flip(-1).cumsum(-1).flip(-1)
-            dC = wk[..., None, None] * dC + q_.transpose(-1, -2) @ c_num
-            dn = wk[..., None] * dn + (q_ * c_den[..., None]).sum(-2)
-        return dq, dk, dv, di, dlog, dC, dn, dm0, None, None, None
+                since = (d == d[..., -1:]) & fresh[..., -1:]
+                dg_ += torch.where(since & decayed[..., None], dms[..., None], 0)
+            dc[..., -1] += torch.where(passed, dms, 0)
+            di[group] = de.sum(-2)
+            dg[group] = dg_.add_(dc.flip(-1).cumsum(-1).flip(-1))
+            dC, dn, dm = dCs[0], dns[0], torch.where(passed[0], dms[0], 0)
+        return dq, dk, dv, di, dg, dC, dn, dc[0].sum(-1), None, None, None
 
 
 def scan(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None = None, *, state: Tensor | None = None,

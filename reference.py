@@ -267,7 +267,7 @@ def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, state: tuple
 def mlstm_denominator(den: Tensor, m: Tensor, normalizer: str) -> Tensor:
     """The denominator of (7) from n . q and m."""
     if normalizer == "floor":
-        return torch.maximum(den.abs(), (-m).exp())
+        return torch.maximum(den.abs(), (-m).exp().clamp(min=torch.finfo(den.dtype).tiny))  # both may underflow: 0/0
     return den + torch.finfo(den.dtype).tiny
 
 
