@@ -81,19 +81,19 @@ def answers(args) -> dict:
         for a, b in combinations(runs, 2)]
 
     print(f"exact match in %, {args.problems} problems a length, greedy, [95 % interval]; + answers cut off\n")
-    print(f"{'answer tokens':<22}" + "".join(f"{10 * n + 1:>20}" for n in lengths) + f"{'B/layer':>10}")
+    print(f"{'answer tokens':<22}" + "".join(f"{10 * n + 1:>22}" for n in lengths) + f"{'B/layer':>10}")
     for row in runs:
         cells = [f"{100 * r['exact']:.1f} [{100 * r['interval'][0]:.0f}, {100 * r['interval'][1]:.0f}]"
                  + (f" +{r['truncated']}" if r["truncated"] else "") for r in row["lengths"].values()]
-        print(f"{row['run']:<22}" + "".join(f"{c:>20}" for c in cells) + f"{row['bytes_per_layer']:>10,}")
+        print(f"{row['run']:<22}" + "".join(f"{c:>22}" for c in cells) + f"{row['bytes_per_layer']:>10,}")
         if row["window"] is not None:
-            print(f"{'  its window bound':<22}" + "".join(f"{100 * r['window_bound']:>20.1f}" for r in row["lengths"].values()))
+            print(f"{'  its window bound':<22}" + "".join(f"{100 * r['window_bound']:>22.1f}" for r in row["lengths"].values()))
     if differences:
         print("\npaired differences in points, [95 % bootstrap interval over problems]")
     for d in differences:
         cells = [f"{100 * r['difference']:+.1f} " + ("[one problem]" if r["interval"] is None else
                  f"[{100 * r['interval'][0]:+.1f}, {100 * r['interval'][1]:+.1f}]") for r in d["lengths"].values()]
-        print(f"{d['a']} - {d['b']}\n{'':<22}" + "".join(f"{c:>20}" for c in cells))
+        print(f"{d['a']} - {d['b']}\n{'':<22}" + "".join(f"{c:>22}" for c in cells))
     return {"problems": args.problems, "seed": args.seed, "runs": runs, "differences": differences}
 
 

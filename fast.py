@@ -9,6 +9,7 @@ reference.py's numbers. The Triton kernels are not here yet (NOTES.md, "Open").
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
@@ -26,6 +27,21 @@ GROUP = 16  # chunks of `mlstm` at a time
 TILE = 2**24  # logits that `distill_loss` holds at a time, of student and of teacher
 
 
+def _in_float32(op):
+    """Under autocast an op computes in float32 all the same: its half-precision inputs are raised, its products are not lowered."""
+    @functools.wraps(op)
+    def call(q, *args, **kwargs):
+        if not torch.is_autocast_enabled(q.device.type):
+            return op(q, *args, **kwargs)
+
+        def raised(x):
+            return x.float() if torch.is_tensor(x) and x.dtype in (torch.float16, torch.bfloat16) else x
+        with torch.autocast(q.device.type, enabled=False):
+            return op(raised(q), *map(raised, args), **{name: raised(x) for name, x in kwargs.items()})
+    return call
+
+
+@_in_float32
 def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, window: int | None = None, keep: int = 0,
            segment: Tensor | None = None, q_keep: Tensor | None = None, return_lse: bool = False, return_peak: bool = False):
     """reference.attend, block by block: a block of queries reads only the keys its window can reach."""
@@ -143,6 +159,7 @@ class _Attend(torch.autograd.Function):
         return dq, dk, dv, d_keep, None, None, None, None
 
 
+@_in_float32
 def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, state: tuple[Tensor, ...] | None = None,
           segment: Tensor | None = None, normalizer: str = "floor", scale: float | None = None, m0: float = 0.0):
     """reference.mlstm, chunk by chunk. With F the running sum of logsigmoid(f) inside a chunk, (4) unrolls to
@@ -305,12 +322,14 @@ class _MLSTM(torch.autograd.Function):
         return dq, dk, dv, di, dg, dC, dn, dc[0].sum(-1), None, None, None
 
 
+@_in_float32
 def scan(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None = None, *, state: Tensor | None = None,
          segment: Tensor | None = None, bonus: Tensor | None = None):
     """reference.scan, chunk by chunk: (8)."""
     return _chunked(q, k, v, log_a, None, None, state, segment, bonus)
 
 
+@_in_float32
 def delta(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None, b: Tensor, c: Tensor, *, state: Tensor | None = None,
           segment: Tensor | None = None):
     """reference.delta, chunk by chunk: (9), (10)."""

@@ -402,6 +402,36 @@ def test_distill_loss_frozen_head(tiles):
         leaf.requires_grad_(False)
 
 
+# ---------------------------------------------------------------- autocast
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_autocast_lowers_nothing(name):
+    """float32 inputs give the same bits under bfloat16 autocast; one bfloat16 input among them is raised."""
+    tensors, results = {n: x.float() for n, x in MAKE[name](2, 70, 6, 3, 8).items()}, []
+    for enabled in (False, True):
+        leaves = {n: x.clone().requires_grad_() for n, x in tensors.items()}
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            o = getattr(fast, name)(**leaves)
+        o = o if torch.is_tensor(o) else o[0]
+        results.append([o, *torch.autograd.grad(o.square().sum(), list(leaves.values()))])
+    assert all(torch.equal(*pair) for pair in zip(*results))
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = getattr(fast, name)(**{n: x.bfloat16() if n == "v" else x for n, x in tensors.items()})
+    assert (mixed if torch.is_tensor(mixed) else mixed[0]).dtype == torch.float32
+
+
+@every_row
+def test_training_under_autocast(row):
+    """As on CUDA: float32 weights, bfloat16 products; every gradient is there and finite."""
+    model, tokens = decoder(row, dtype=torch.float32, ops=fast), draw_tokens(2, 70)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = fast.distill_loss(model.hidden(tokens)[:, 1:].flatten(0, 1), model.head_weight, draw(0, 138, 41).float())
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
 # ---------------------------------------------------------------- python fast.py
 
 
