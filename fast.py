@@ -1,10 +1,15 @@
 """fast.py: the ops of reference.py with the same names, signatures and results, faster.
 
-Today: chunked, differentiable PyTorch for any device, the default for training. Equations carry
-reference.py's numbers. The Triton kernels are not here yet (NOTES.md, "Open").
+Chunked, differentiable PyTorch, the default for training; on CUDA `attend` is a Triton kernel (kernels.py), the others are not yet.
+Equations carry reference.py's numbers.
 
-    attend   blocks of queries against the W + block keys they can see: linear in T at fixed W
-    mlstm    chunks of C steps: inside a chunk a masked matrix, between chunks the state
+    attend         blocks of queries against the W + block keys they can see: linear in T at fixed W
+    mlstm          chunks of C steps: inside a chunk a masked matrix, between chunks the state
+    scan, delta    the same, for the other recurrences
+    distill_loss   slices of the vocabulary: never all logits
+
+    python fast.py              # check every op against float64, then time it beside its peers
+    python fast.py --compile    # what every kernel uses of a GPU, without one
 """
 
 from __future__ import annotations
@@ -41,10 +46,23 @@ def _in_float32(op):
     return call
 
 
-@_in_float32
 def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, window: int | None = None, keep: int = 0,
            segment: Tensor | None = None, q_keep: Tensor | None = None, return_lse: bool = False, return_peak: bool = False):
-    """reference.attend, block by block: a block of queries reads only the keys its window can reach."""
+    """reference.attend, block by block: a block of queries reads only the keys its window can reach. On CUDA: kernels.attend, under
+    autocast in autocast's dtype."""
+    options = dict(window=window, keep=keep, segment=segment, return_lse=return_lse, return_peak=return_peak)
+    if not q.is_cuda:
+        return _attend_blocks(q, k, v, sink, q_keep=q_keep, **options)
+    import kernels
+    if torch.is_autocast_enabled("cuda"):
+        q, k, v, q_keep = (x if x is None else x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v, q_keep))
+    with torch.autocast("cuda", enabled=False):
+        return kernels.attend(q, k, v, sink, q_keep=q_keep, **options)
+
+
+@_in_float32
+def _attend_blocks(q, k, v, sink, *, window, keep, segment, q_keep, return_lse, return_peak):
+    """`attend` in PyTorch."""
     B, T, H, D = q.shape
     Hk, R = k.shape[2], H // k.shape[2]
     if sink is None and q_keep is None and not return_lse and not return_peak and (window is None or window >= T) and T > 1:
@@ -735,8 +753,7 @@ def main() -> None:
             import kernels
         except ImportError as error:
             raise reference.UserError(f"--compile needs Triton ({error}): pip install triton, on Linux") from None
-        rows = kernels.compile_table()
-        print(json.dumps({"kernels": rows}))
+        print(json.dumps({"kernels": list(kernels.table())}))
         return
     reference.use_cores()
     device = reference.pick_device(args.device)

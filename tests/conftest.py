@@ -1,4 +1,4 @@
-"""Run from anywhere: the repository's modules are importable, and tiny tensors do not fight over cores."""
+"""Run from anywhere: the repository's modules are importable, and tiny tensors do not fight over cores, kernels are interpreted."""
 
 import os
 import sys
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: kernels run on the CPU, on a GPU machine too
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(min(2, os.cpu_count() or 1))
