@@ -48,16 +48,16 @@ def _in_float32(op):
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, window: int | None = None, keep: int = 0,
            segment: Tensor | None = None, q_keep: Tensor | None = None, return_lse: bool = False, return_peak: bool = False):
-    """reference.attend, block by block: a block of queries reads only the keys its window can reach. On CUDA: kernels.attend, under
+    """reference.attend, block by block: a block of queries reads only the keys its window can reach. On CUDA: kernels/attend.py, under
     autocast in autocast's dtype."""
     options = dict(window=window, keep=keep, segment=segment, return_lse=return_lse, return_peak=return_peak)
     if not q.is_cuda:
         return _attend_blocks(q, k, v, sink, q_keep=q_keep, **options)
-    import kernels
+    import kernels.attend
     if torch.is_autocast_enabled("cuda"):
         q, k, v, q_keep = (x if x is None else x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v, q_keep))
     with torch.autocast("cuda", enabled=False):
-        return kernels.attend(q, k, v, sink, q_keep=q_keep, **options)
+        return kernels.attend.attend(q, k, v, sink, q_keep=q_keep, **options)
 
 
 @_in_float32

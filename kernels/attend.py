@@ -1,6 +1,4 @@
-"""kernels.py: fast.attend on CUDA, as Triton kernels, forward and backward. No GPU has run them yet (NOTES.md, "Open").
-
-    python fast.py --compile    # registers, spilled bytes and shared memory of every kernel, compiled without a GPU
+"""reference.attend, forward and backward.
 
 Of a query t whose document starts at st, with p = e^{a - lse}, share = sigmoid(lse - sink) and d for the gradient of the loss:
 
@@ -19,20 +17,16 @@ the chunk where its document starts is summed with the window, each later one by
 from __future__ import annotations
 
 import math
-import os
-import re
-import subprocess
-import tempfile
-from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from reference import _starts
+
+from . import common
+from .common import DIMS, DTYPES, dense, launch, strides
 
 LOG2E = tl.constexpr(1 / math.log(2))
 LN2 = tl.constexpr(math.log(2))
@@ -46,16 +40,11 @@ def config(kernel: str, D: int, size: int, peak: bool = False) -> tuple[int, int
         M, C = {16: 64, 32: 64, 64: 32, 128: 32, 256: 16}[D], 32 if D <= 64 else 16
         return {"forward": (M, M, 4, 2), "dq": (C, C, 4, 1), "dkv": (C, C, 4, 1), "kept": (C, KEPT_BLOCK, 4, 1)}[kernel]
     if D <= 64:
-        return {"forward": (128, 64, 8 if peak else 4, 3), "dq": (64, 64, 4, 2), "dkv": (64, 64, 4, 2),
-                "kept": (64, KEPT_BLOCK, 4, 2)}[kernel]
+        return {"forward": (128, 64, 8, 3), "dq": (64, 64, 4, 2), "dkv": (32, 64, 4, 2), "kept": (64, KEPT_BLOCK, 4, 2)}[kernel]
     if D == 128:
-        return {"forward": (128, 64, 8, 2), "dq": (64, 64, 4, 2), "dkv": (32 if peak else 64, 64, 8, 2), "kept": (64, KEPT_BLOCK, 4, 2)}[kernel]
+        return {"forward": (128, 64, 8, 2), "dq": (64, 64, 4, 2), "dkv": (32 if peak else 64, 64, 8, 2),
+                "kept": (64, KEPT_BLOCK, 4, 2)}[kernel]
     return {"forward": (64, 32, 8, 2), "dq": (64, 32, 8, 2), "dkv": (32, 32, 8, 2), "kept": (32, KEPT_BLOCK, 4, 2)}[kernel]
-
-
-def empty(shape, dtype: torch.dtype, device) -> Tensor:
-    """All outputs and scratch come from here."""
-    return torch.empty(shape, dtype=dtype, device=device)
 
 
 # ----------------------------------------------------------------------------- parts of kernels
@@ -418,7 +407,8 @@ def _dkv(q, q_keep, k, v, do, sink, start, end, lse, delta, top, dpeak, kept_dk,
         chunks = tl.cdiv(T, L)
         far = tl.where(tl.max(kept.to(tl.int32), 0) > 0, tl.cdiv(stop, L), 0)
         for chunk in range(s0 // L, far):
-            from_here = kept & (own < chunk * L) & (_start(start, batch, s * 0 + chunk * L, T) == own)
+            # a document that begins with the chunk is already in x and y, and 0 in the scratch
+            from_here = kept & (_start(start, batch, s * 0 + chunk * L, T) == own)
             at = (((batch * Hk + h) * chunks + chunk) * N + s - own)[:, None] * D + tl.arange(0, D)[None, :]
             x += tl.load(kept_dk + at, mask=from_here[:, None], other=0.0)
             y += tl.load(kept_dv + at, mask=from_here[:, None], other=0.0)
@@ -430,18 +420,9 @@ def _dkv(q, q_keep, k, v, do, sink, start, end, lse, delta, top, dpeak, kept_dk,
 # ----------------------------------------------------------------------------- autograd
 
 
-def _strides(x: Tensor | None) -> tuple[int, int, int]:
-    return (0, 0, 0) if x is None else x.stride()[:3]
-
-
 def _by_head(x: Tensor | None) -> Tensor | None:
     """(B, T, H) -> (B, H, T), contiguous."""
     return None if x is None else x.float().transpose(1, 2).contiguous()
-
-
-def _launch(kernel, programs: int, *args, **options):
-    if programs:
-        kernel[(programs,)](*args, **options)
 
 
 class _Attend(torch.autograd.Function):
@@ -451,13 +432,13 @@ class _Attend(torch.autograd.Function):
     def forward(ctx, q, k, v, sink, q_keep, start, end, W, N, want_peak):
         (B, T, H, D), Hk = q.shape, k.shape[2]
         ctx.set_materialize_grads(False)
-        o, lse, peak, top = empty((B, T, H, D), q.dtype, q.device), empty((B, H, T), torch.float32, q.device), None, None
+        o, lse, peak, top = common.empty((B, T, H, D), q.dtype, q.device), common.empty((B, H, T), torch.float32, q.device), None, None
         if want_peak:
-            peak, top = empty((B, H, T), torch.float32, q.device), empty((B, H, T), torch.int32, q.device)
+            peak, top = common.empty((B, H, T), torch.float32, q.device), common.empty((B, H, T), torch.int32, q.device)
         M, BN, warps, stages = config("forward", D, q.element_size(), want_peak)
         with torch.cuda.device_of(q):
-            _launch(_forward, triton.cdiv(T, M) * B * H, q, q_keep, k, v, sink, start, o, lse, peak, top, _strides(q), _strides(q_keep),
-                    _strides(k), _strides(v), T, Hk, H // Hk, W, N, D**-0.5, D, M, BN, KEPT_BLOCK, N > 0,
+            launch(_forward, triton.cdiv(T, M) * B * H, q, q_keep, k, v, sink, start, o, lse, peak, top, strides(q), strides(q_keep),
+                    strides(k), strides(v), T, Hk, H // Hk, W, N, D**-0.5, D, M, BN, KEPT_BLOCK, N > 0,
                     num_warps=warps, num_stages=stages)
         ctx.save_for_backward(q, k, v, sink, q_keep, start, end, o, lse, top)
         ctx.rest = W, N
@@ -469,32 +450,32 @@ class _Attend(torch.autograd.Function):
         q, k, v, sink, q_keep, start, end, o, lse, top = ctx.saved_tensors
         (B, T, H, D), Hk, (W, N) = q.shape, k.shape[2], ctx.rest
         R, scale, device, size = H // Hk, D**-0.5, q.device, q.element_size()
-        do = torch.zeros_like(o) if do is None else do if do.stride(-1) == 1 else do.contiguous()
+        do = torch.zeros_like(o) if do is None else dense(do)
         dlse, dpeak = _by_head(dlse), _by_head(dpeak)
-        delta, dq = empty((B, H, T), torch.float32, device), empty((B, T, H, D), q.dtype, device)
-        dk, dv = (empty((B, T, Hk, D), q.dtype, device) for _ in range(2))
-        dq_keep = None if q_keep is None else empty((B, T, H, D), q.dtype, device)
+        delta, dq = common.empty((B, H, T), torch.float32, device), common.empty((B, T, H, D), q.dtype, device)
+        dk, dv = (common.empty((B, T, Hk, D), q.dtype, device) for _ in range(2))
+        dq_keep = None if q_keep is None else common.empty((B, T, H, D), q.dtype, device)
         n = triton.cdiv(T, 64)
-        dsink = None if sink is None else empty((B, H, n), torch.float32, device)
-        strides = _strides(q), _strides(q_keep), _strides(k), _strides(v), _strides(do)
+        dsink = None if sink is None else common.empty((B, H, n), torch.float32, device)
+        all_strides = *map(strides, (q, q_keep, k, v, do)),
         with torch.cuda.device_of(q):
-            _launch(_delta, n * B * H, o, do, lse, dlse, sink, delta, dsink, _strides(do), T, Hk, R, D, 64, num_warps=4)
+            launch(_delta, n * B * H, o, do, lse, dlse, sink, delta, dsink, strides(do), T, Hk, R, D, 64, num_warps=4)
             M, BN, warps, stages = config("dq", D, size, dpeak is not None)
-            _launch(_dq, triton.cdiv(T, M) * B * H, q, q_keep, k, v, do, sink, start, lse, delta, top, dpeak, dq, dq_keep, *strides,
+            launch(_dq, triton.cdiv(T, M) * B * H, q, q_keep, k, v, do, sink, start, lse, delta, top, dpeak, dq, dq_keep, *all_strides,
                     T, Hk, R, W, N, scale, D, M, BN, KEPT_BLOCK, N > 0, num_warps=warps, num_stages=stages)
             M, BN, warps, stages = config("kept", D, size, dpeak is not None)
             L = chunk_length(T, N)
             chunks = triton.cdiv(T, L)
             kept_dk = kept_dv = None
             if N and chunks > 1:
-                kept_dk, kept_dv = (empty((B, Hk, chunks, N, D), torch.float32, device) for _ in range(2))
+                kept_dk, kept_dv = (common.empty((B, Hk, chunks, N, D), torch.float32, device) for _ in range(2))
                 x = q if q_keep is None else q_keep
-                _launch(_kept, triton.cdiv(N, BN) * chunks * B * Hk, x, k, v, do, sink, start, end, lse, delta, top, dpeak,
-                        kept_dk, kept_dv, _strides(x), *strides[2:], T, Hk, R, N, L, scale, D, M, BN,
+                launch(_kept, triton.cdiv(N, BN) * chunks * B * Hk, x, k, v, do, sink, start, end, lse, delta, top, dpeak,
+                        kept_dk, kept_dv, strides(x), *all_strides[2:], T, Hk, R, N, L, scale, D, M, BN,
                         num_warps=warps, num_stages=stages)
             M, BN, warps, stages = config("dkv", D, size, dpeak is not None)
-            _launch(_dkv, triton.cdiv(T, BN) * B * Hk, q, q_keep, k, v, do, sink, start, end, lse, delta, top, dpeak, kept_dk, kept_dv,
-                    dk, dv, *strides, T, Hk, R, W, N, L, scale, D, M, BN, N > 0, num_warps=warps, num_stages=stages)
+            launch(_dkv, triton.cdiv(T, BN) * B * Hk, q, q_keep, k, v, do, sink, start, end, lse, delta, top, dpeak, kept_dk, kept_dv,
+                    dk, dv, *all_strides, T, Hk, R, W, N, L, scale, D, M, BN, N > 0, num_warps=warps, num_stages=stages)
         return dq, dk, dv, None if sink is None else dsink.sum((0, 2)), dq_keep, None, None, None, None, None
 
 
@@ -524,7 +505,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, windo
         end = torch.where(begins, index, T).roll(-1, 1)
         end[:, -1] = T
         end = end.flip(1).cummin(1).values.flip(1).contiguous()
-    q, k, v, q_keep = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, q_keep))
+    q, k, v, q_keep = map(dense, (q, k, v, q_keep))
     o, lse, peak = _Attend.apply(q, k, v, None if sink is None else sink.float().contiguous(), q_keep, start, end, W, N, return_peak)
     return (o, lse, peak) if return_peak else (o, lse) if return_lse else o
 
@@ -532,14 +513,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, windo
 def check(q, k, v, sink, segment, q_keep):
     """ValueError, one line by name, for what `attend` does not do."""
     def need(holds, message):
-        if not holds:
-            raise ValueError(f"attend: {message}")
+        common.need("attend", holds, message)
 
     need(q.ndim == 4 and k.ndim == 4, f"q {tuple(q.shape)} and k {tuple(k.shape)} must be (batch, time, heads, head dim)")
     B, T, H, D = q.shape
     Hk = k.shape[2]
-    need(D in (16, 32, 64, 128, 256), f"head dim {D}: 16, 32, 64, 128 or 256")
-    need(q.dtype in (torch.float32, torch.float16, torch.bfloat16), f"{q.dtype}: float32, float16 or bfloat16")
+    need(D in DIMS, f"head dim {D}: 16, 32, 64, 128 or 256")
+    need(q.dtype in DTYPES, f"{q.dtype}: float32, float16 or bfloat16")
     need(k.shape == (B, T, Hk, D), f"k {tuple(k.shape)} must be {(B, T, Hk, D)}, as many steps and channels as q")
     need(v.shape == k.shape, f"v {tuple(v.shape)} must be k's {tuple(k.shape)}")
     need(Hk and H % Hk == 0, f"{H} query heads are no multiple of {Hk} key/value heads")
@@ -548,68 +528,32 @@ def check(q, k, v, sink, segment, q_keep):
     need(segment is None or segment.shape == (B, T), f"segment must be {(B, T)}")
     for name, x in dict(k=k, v=v, q_keep=q_keep).items():
         need(x is None or x.dtype == q.dtype, f"{name} is {x is not None and x.dtype}, q is {q.dtype}: one dtype for all")
-    for name, x in dict(k=k, v=v, q_keep=q_keep, sink=sink, segment=segment).items():
-        need(x is None or x.device == q.device, f"{name} is not on q's device {q.device}")
-    need(q.is_cuda or os.environ.get("TRITON_INTERPRET") == "1", f"device {q.device}: CUDA, or TRITON_INTERPRET=1")
+    common.need_device("attend", q, k=k, v=v, q_keep=q_keep, sink=sink, segment=segment)
 
 
 # ----------------------------------------------------------------------------- machine code without a GPU
 
-KERNELS = {"forward": _forward, "dq": _dq, "kept": _kept, "dkv": _dkv}
+KERNELS = {"attend": _forward, "attend delta": _delta, "attend dq": _dq, "attend kept": _kept, "attend dkv": _dkv}
+FORWARD = ("attend",)
 OPTIONS = {"plain": "", "sink": "sink", "keep": "keep", "packed": "sink start end", "packed keep": "keep sink start end",
            "in-cache": "keep q_keep dq_keep sink", "all": "keep q_keep dq_keep sink start end dlse dsink peak top dpeak"}
-SHARED = {80: 163, 90: 227, 100: 227}  # KiB a block may have
 
 
-def compiled(name: str, D: int, options: str, arch: int, dtype: str = "bf16") -> dict:
-    """Registers, spilled bytes (stack and local memory) and bytes of shared memory of a kernel as `attend` launches it."""
-    kernel, on = {**KERNELS, "delta": _delta}[name], OPTIONS[options].split()
-    size = 4 if dtype == "fp32" else 2
-    M, BN, warps, stages = (64, 0, 4, 3) if name == "delta" else config(name, D, size, "peak" in on)
-    constants = {"D": D, "BM": M, "BN": BN, "BK": KEPT_BLOCK, "KEEP": "keep" in on}
+def launches(D: int, dtype: str):
+    """Every way `attend` launches a kernel at head dim D, for common.usage: (name, options, kernel, types, constants, warps, stages)."""
     optional = {"q_keep", "sink", "start", "end", "dlse", "dsink", "peak", "top", "dpeak", "dq_keep", "kept_dk", "kept_dv"}
-    on += ["kept_dk", "kept_dv"] * ("keep" in on)
-    kinds = {"start": "*i32", "end": "*i32", "top": "*i32", "scale": "fp32"}
-    kinds |= dict.fromkeys(("sink", "lse", "peak", "delta", "dlse", "dpeak", "dsink", "kept_dk", "kept_dv"), "*fp32")
-    kinds |= dict.fromkeys(("T", "Hk", "R", "W", "N", "L"), "i32")
-    if name == "kept":
-        kinds |= {"dk": "*fp32", "dv": "*fp32"}
-    signature, constexprs, attrs, plain = {}, {}, {}, {"T", "Hk", "R", "W", "N", "L", "scale"}
-    for i, arg in enumerate(kernel.arg_names):
-        if arg in constants or (arg in optional and arg not in on):
-            signature[arg], constexprs[arg] = "constexpr", constants.get(arg)
-        elif arg.endswith("_strides"):
-            signature[arg] = ("i32", "i32", "i32")
-            attrs |= {(i, j): [["tt.divisibility", 16]] for j in range(3)}
-        else:
-            signature[arg] = kinds.get(arg, "*" + dtype)
-            if arg not in plain:
-                attrs[(i,)] = [["tt.divisibility", 16]]
-    code = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs),
-                          target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "num_stages": stages})
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(code.asm["cubin"])
-        file.flush()
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
-    use = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
-    return {"kernel": name, "D": D, "dtype": dtype, "options": options, "arch": arch, "blocks": (M, BN), "warps": warps, "stages": stages,
-            "registers": use["REG"], "spilled": max(use["STACK"], use["LOCAL"]), "shared": code.metadata.shared}
-
-
-def table(arches=(80, 90, 100), dims=(64, 128), dtypes=("bf16",), kernels=("forward", "delta", "dq", "kept", "dkv"), options=tuple(OPTIONS)):
-    """Print and yield a line for every kernel, configuration and device; `!` marks what misses its limit."""
-    print(f"{'kernel':<9}{'D':>4} {'dtype':<6}{'options':<12}{'sm':>4}{'queries':>8}{'keys':>5}{'warps':>6}{'stages':>7}"
-          f"{'registers':>10}{'spilled B':>10}{'shared B':>10}")
-    for arch in arches:
-        for D in dims:
-            for dtype in dtypes:
-                for name in kernels:
-                    for option in options:
-                        if name == "kept" and "keep" not in OPTIONS[option] or name == "delta" and option not in ("plain", "all"):
-                            continue
-                        x = compiled(name, D, option, arch, dtype)
-                        x["fits"] = x["shared"] <= SHARED[arch] * 1024 and x["spilled"] <= (0 if name == "forward" else 256)
-                        print(f"{name:<9}{D:>4} {dtype:<6}{option:<12}{arch:>4}{x['blocks'][0]:>8}{x['blocks'][1]:>5}{x['warps']:>6}"
-                              f"{x['stages']:>7}{x['registers']:>10}{x['spilled']:>10}{x['shared']:>10}{'' if x['fits'] else '  !'}", flush=True)
-                        yield x
+    for name, kernel in KERNELS.items():
+        part = name.removeprefix("attend").strip() or "forward"
+        for options, words in OPTIONS.items():
+            on = {*words.split()} | ({"kept_dk", "kept_dv"} if "keep" in words.split() else set())
+            if part == "kept" and "keep" not in on or part == "delta" and options not in ("plain", "all"):
+                continue
+            M, BN, warps, stages = (64, 0, 4, 3) if part == "delta" else config(part, D, 4 if dtype == "fp32" else 2, "peak" in on)
+            constants = {"D": D, "BM": M, "BN": BN, "BK": KEPT_BLOCK, "KEEP": "keep" in on} | dict.fromkeys(optional - on)
+            types = dict.fromkeys(("q", "q_keep", "k", "v", "o", "do", "dq", "dq_keep", "dk", "dv"), "*" + dtype)
+            types |= dict.fromkeys(("sink", "lse", "peak", "delta", "dlse", "dpeak", "dsink", "kept_dk", "kept_dv"), "*fp32")
+            types |= dict.fromkeys(("start", "end", "top"), "*i32") | dict.fromkeys(("T", "Hk", "R", "W", "N", "L"), "i32")
+            types |= {"scale": "fp32"} | {x + "_strides": "strides" for x in ("q", "keep", "k", "v", "do")}
+            if part == "kept":
+                types |= {"dk": "*fp32", "dv": "*fp32"}
+            yield name, options, kernel, types, {x: constants[x] for x in kernel.arg_names if x in constants}, warps, stages

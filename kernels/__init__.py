@@ -1,0 +1,29 @@
+"""The ops of fast.py on CUDA as Triton kernels, a module for each. No GPU has run them yet (NOTES.md, "Open").
+
+    python fast.py --compile    # registers, spilled bytes and shared memory of every kernel, compiled without a GPU
+"""
+
+from . import attend
+from .common import SHARED, usage
+
+OPS = (attend,)
+
+
+def table(arches=(80, 90, 100), dims=(64, 128), dtypes=("bf16",), ops=OPS):
+    """Print and yield a line for every kernel, launch configuration and device; `!` marks what misses its limit: shared memory, no
+    spilled bytes forward and 256 backward."""
+    print(f"{'kernel':<16}{'D':>4} {'dtype':<6}{'options':<20}{'sm':>4}{'blocks':>12}{'warps':>6}{'stages':>7}{'registers':>10}"
+          f"{'spilled B':>10}{'shared B':>10}")
+    for arch in arches:
+        for D in dims:
+            for dtype in dtypes:
+                for op in ops:
+                    for name, options, kernel, types, constants, warps, stages in op.launches(D, dtype):
+                        x = usage(kernel, arch, types, constants, warps, stages)
+                        limit = 0 if name in op.FORWARD else 256
+                        blocks = [v for c, v in constants.items() if c.startswith("B") and v]
+                        x |= {"kernel": name, "options": options, "D": D, "dtype": dtype, "blocks": blocks,
+                              "fits": x["shared"] <= SHARED[arch] * 1024 and x["spilled"] <= limit}
+                        print(f"{name:<16}{D:>4} {dtype:<6}{options:<20}{arch:>4}{'x'.join(map(str, blocks)):>12}{warps:>6}{stages:>7}"
+                              f"{x['registers']:>10}{x['spilled']:>10}{x['shared']:>10}{'' if x['fits'] else '  !'}", flush=True)
+                        yield x
