@@ -604,10 +604,12 @@ def combine(name: str, far: str | None = None, mix: str | None = None, settings:
         if far != "none" and far not in FARS:
             raise UserError(f"--far {far}: not one of: none {' '.join(FARS)}")
         part = None if far == "none" else FARS[far] if row.far is None else replace(FARS[far], state_per=row.far.state_per)
-        row = replace(row, name=f"{row.name}+{far}", far=part, mix=None if part is None else row.mix)
+        row = replace(row, name=f"{row.name}+{far}", note=f"{row.name} with the far part {far}", far=part, mix=None if part is None else row.mix)
     if mix is not None:
         settings = [f"mix={mix}", *settings]
         row = replace(row, name=f"{row.name}+{mix}", window=row.window is not False or mix != "none")
+    if settings:
+        row = replace(row, name="+".join([row.name, *settings[mix is not None :]]), note=f"{row.note}; changed: {' '.join(settings)}")
     for setting in settings:
         field, _, value = setting.partition("=")
         near, fars = ({f.name: f for f in dataclasses.fields(kind)} for kind in (Variant, Far))
@@ -720,13 +722,16 @@ def solve_window(shape: Shape, row: Variant, budget: int) -> int | None:
     """
     if row.window is None:
         return None
-    fixed = layer_cache(shape, row, 0, device="meta")
-    state = cache_bytes(fixed, None if row.strict else "kvC")
-    window = (budget * token_bytes(shape) - state) // token_bytes(shape)
-    least = -(-state // token_bytes(shape)) + (1 if row.window else 0)
-    if window < (1 if row.window else 0):
+    least = least_budget(shape, row)
+    if budget < least:
         raise UserError(f"--budget {budget} is too small for {row.name} on {shape.name}: it needs at least {least} tokens")
-    return window if row.window else None
+    return budget - least + 1 if row.window else None
+
+
+def least_budget(shape: Shape, row: Variant) -> int:
+    """Tokens a layer that hold the state, the sinks and one token of window, if there is one."""
+    state = cache_bytes(layer_cache(shape, row, 0, device="meta"), None if row.strict else "kvC")
+    return -(-state // token_bytes(shape)) + (row.window is True)
 
 
 def new_parameters(shape: Shape, row: Variant) -> int:
@@ -1555,7 +1560,8 @@ def main() -> None:
     print("\nnominal counts the matrix states alone, as [B] does; exact counts every byte (normaliser and stabiliser too).")
     print(json.dumps({"card": card, "variants": rows}))
     if misfits:
-        raise UserError(misfits[0] + f"; rows that do not fit: {len(misfits)}")
+        least = max(least_budget(shape, row) for row in VARIANTS.values() if row.window is not None)
+        raise UserError(f"{misfits[0]}; rows that do not fit: {len(misfits)}; from --budget {least} on every row does")
 
 
 if __name__ == "__main__":

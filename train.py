@@ -20,6 +20,7 @@ the same command with --resume continues the same loss curve, bit for bit on one
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -39,6 +40,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 import fast
 import reference
 from reference import (BUDGET, FARS, MINI, VARIANTS, WORDS, Decoder, Parser, UserError, build, cli, is_new, memory_row, combine,
@@ -47,6 +53,7 @@ from tasks import (LENGTHS, TRAINING, Text, drill_problem, reading_accuracy, ope
                    queue_problems, read_documents, solve, window_bound)
 from weights import RunWeights, describe, load_weights, read_json, save_weights, write_json, write_whole
 
+PARENT = "TRAIN_ALL_PROCESS"  # environment: the process of --variant all
 PATIENCE = 5  # non-finite steps in a row before the run stops
 
 
@@ -172,12 +179,12 @@ class Run:
     """One training run in one folder: models, optimiser, data, log and checkpoint."""
 
     def __init__(self, args):
-        self.args, self.out = args, Path(args.out or default_out(args))
+        self.args, self.row = args, combine(args.variant, args.far, args.mix, args.row)
+        self.out = Path(args.out or default_out(self.row, args.teacher))
         self.task = "queue" if args.teacher in ("mini", "none") else "text"
         preset = RECIPES.get(args.teacher, RECIPES["text"])
         given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe)}
         self.recipe = dataclasses.replace(preset, **{k: v for k, v in given.items() if v is not None})
-        self.row = combine(args.variant, args.far, args.mix, args.row)
         if args.teacher == "none" and (args.variant != "full" or args.window or args.budget):
             raise UserError("--teacher none makes a teacher: give it --variant full, and no --budget or --window")
         if self.task == "queue" and args.data:
@@ -187,6 +194,8 @@ class Run:
         self.source, self.tokenizer = (None, None) if args.teacher == "none" else open_teacher(args.teacher)
         self.shape = MINI if self.source is None else self.source.model_shape
         self.budget = args.budget or BUDGET.get(self.shape.name, 576)
+        if args.gate_bias is not None and self.row.mix != "gate":
+            print(f"note: {self.row.name} has no mixing gate: --gate-bias changes nothing")
         torch.manual_seed(args.seed)
         self.student = build(self.shape, self.row, self.budget, args.window, self.ops)
 
@@ -361,8 +370,8 @@ class Run:
                     bad, skipped = bad + 1, skipped + 1
                 tokens_read += tokens
                 rate = tokens_read / (time.time() - began)
-                log.write(json.dumps({"step": step, "stage": stage, "loss": loss.item(), "lr": optimizers[-1].param_groups[0]["lr"],
-                                      "grad_norm": norm.item(), "tokens": tokens, "tokens_per_s": round(rate),
+                log.write(json.dumps({"step": step, "stage": stage, "loss": number(loss), "lr": optimizers[-1].param_groups[0]["lr"],
+                                      "grad_norm": number(norm), "tokens": tokens, "tokens_per_s": round(rate),
                                       "skipped": skipped, "memory_mb": round(peak_memory() / 2**20)}) + "\n")
                 log.flush()
                 bar.set_postfix_str(f"stage {stage} loss {loss.item():.4f} lr {optimizers[-1].param_groups[0]['lr']:.1e} "
@@ -374,25 +383,59 @@ class Run:
                     self.save(step + 1, optimizers, skipped)
                 if interrupted.seen:
                     return False
+        if not all(p.isfinite().all() for p in self.student.parameters()):
+            raise UserError(f"{self.out}: weights are not finite after the last step, so there is no student; try a smaller --lr")
         save_weights(self.out / "student.safetensors", self.student)
         return True
 
 
-def default_out(args) -> str:
+def default_out(row, teacher: str) -> str:
     """runs/VARIANT, and the teacher's name behind it unless that is the miniature's."""
-    name = "+".join(filter(None, (args.variant, args.far, args.mix)))
-    return f"runs/{name}" + ("" if args.teacher in ("mini", "none") else f"-{Path(args.teacher).resolve().name}")
+    return f"runs/{row.name}" + ("" if teacher in ("mini", "none") else f"-{Path(teacher).resolve().name}")
+
+
+def number(x: Tensor) -> float | None:
+    """A scalar for JSON, which has no NaN and no infinity."""
+    return x.item() if math.isfinite(x.item()) else None
+
+
+@contextlib.contextmanager
+def locked(folder: Path):
+    """Hold a run folder against a second process, until this one ends however it ends. UserError: another holds it."""
+    if fcntl is None:
+        yield
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".lock", "a+", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {folder}: cannot be written ({error.strerror}): choose another --out") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise UserError(f"{folder} is being trained by process {file.read().strip() or '?'}: wait for it, or choose another --out") from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
 
 
 class Interrupt:
-    """Ctrl-C ends the step first, so that what is saved is whole. A second Ctrl-C ends at once."""
+    """Ctrl-C ends the step first, so that what is saved is whole; so does the end of the --variant all that started us. A second Ctrl-C
+    ends at once."""
 
     def __enter__(self):
-        self.seen, self.old = False, signal.signal(signal.SIGINT, self.handle)
+        self.asked, self.parent, self.old = False, os.environ.get(PARENT), signal.signal(signal.SIGINT, self.handle)
         return self
 
+    @property
+    def seen(self) -> bool:
+        return self.asked or self.parent is not None and os.getppid() != int(self.parent)
+
     def handle(self, *_):
-        self.seen = True
+        self.asked = True
         signal.signal(signal.SIGINT, self.old)
 
     def __exit__(self, *_):
@@ -474,7 +517,7 @@ def report_queue(run: Run, result: dict) -> None:
         table = memory_row(run.shape, run.row, None if run.args.window else run.budget, run.student.window)
         print(f"memory: decoding held {result['bytes_per_layer']:,} bytes a layer; the accounting says "
               f"{table['bytes_per_layer']:,}: {table['tokens_nominal']:.2f} tokens nominal, {table['tokens_exact']:.2f} with "
-              "every byte" + ("" if run.args.window else f", of a budget of {run.budget}"))
+              f"every byte, of a budget of {run.budget}" + (": exceeded" if table["tokens_nominal"] > run.budget else ""))
 
 
 @torch.no_grad()
@@ -521,30 +564,49 @@ def resume_command(run: Run) -> str:
     return run.config()["command"].replace(" --resume", "") + " --resume"
 
 
+def train_and_evaluate(run: Run, evaluate) -> dict | None:
+    """The whole run in its locked folder; None if interrupted."""
+    new = not run.out.exists()
+    try:
+        with locked(run.out):
+            try:
+                run.prepare()
+            except KeyboardInterrupt:
+                print("interrupted before the first step: nothing is changed")
+                return None
+            if not (run.out / "config.json").exists():
+                write_json(run.out / "config.json", run.config())
+            window = {None: "every token in reach", False: "no window"}.get(run.row.window, f"window {run.student.window}")
+            print(f"{run.row.name}: {run.row.note}; {window}, "
+                  f"{sum(p.numel() for p in run.student.parameters()):,} parameters, "
+                  f"{sum(p.numel() for n, p in run.student.named_parameters() if is_new(n)):,} of them new; "
+                  f"{run.device.type}, {run.args.ops} ops -> {run.out}")
+            if not run.train():
+                print(f"interrupted: the state is saved; continue with: {resume_command(run)}")
+                return None
+            run.student.eval()
+            try:
+                result = evaluate(run)
+            except KeyboardInterrupt:
+                print(f"interrupted while answering; the student is whole; go on with: {resume_command(run)}")
+                return None
+            write_json(run.out / "metrics.json", result)
+            shutil.rmtree(run.out / "checkpoint", ignore_errors=True)
+            return result
+    finally:
+        if new and run.out.is_dir() and not (run.out / "config.json").exists():  # a failed start leaves nothing
+            shutil.rmtree(run.out, ignore_errors=True)
+
+
 def run_command(args) -> int:
     """Train, evaluate, report. Returns the exit status."""
     use_cores()
     run = Run(args)
     evaluate, report = (evaluate_queue, report_queue) if run.task == "queue" else (evaluate_text, report_text)
     if run.claim_folder():
-        run.prepare()
-        if not (run.out / "config.json").exists():
-            write_json(run.out / "config.json", run.config())
-        print(f"{run.row.name}: {run.row.note}; window {run.student.window}, "
-              f"{sum(p.numel() for p in run.student.parameters()):,} parameters, "
-              f"{sum(p.numel() for n, p in run.student.named_parameters() if is_new(n)):,} of them new; "
-              f"{run.device.type}, {args.ops} ops -> {run.out}")
-        if not run.train():
-            print(f"interrupted: the state is saved; continue with: {resume_command(run)}")
+        result = train_and_evaluate(run, evaluate)
+        if result is None:
             return 130
-        run.student.eval()
-        try:
-            result = evaluate(run)
-        except KeyboardInterrupt:
-            print(f"interrupted while answering; the student is whole; go on with: {resume_command(run)}")
-            return 130
-        write_json(run.out / "metrics.json", result)
-        shutil.rmtree(run.out / "checkpoint", ignore_errors=True)
     else:
         print(f"{run.out} is finished already; delete it or choose another --out to train anew")
         load_weights(run.student, RunWeights(run.out))
@@ -584,40 +646,70 @@ def train_all(args) -> int:
     given = {flag: getattr(args, flag) for flag in (
         "budget", "steps", "stage1_steps", "batch", "lr", "lr_new", "lr1", "gate_bias", "sink_start", "ce", "seed",
         "checkpoint_every", "problems", "device", "ops")}
-    flags = [f"--{k.replace('_', '-')}={v}" for k, v in (given | {k: v for k, v in ALL.items() if given[k] is None}).items()
-             if v is not None]
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
-    waiting, running, failed = list(names), {}, {}
-    root.mkdir(parents=True, exist_ok=True)
-    try:
-        with tqdm(total=len(names), desc="variants", unit="row") as bar:
-            while waiting or running:
-                while waiting and len(running) < jobs:
-                    name = waiting.pop(0)
-                    with open(root / f"{name}.txt", "w", encoding="utf-8") as out:
-                        running[name] = subprocess.Popen(
-                            [sys.executable, __file__, "--variant", name, "--out", str(root / name), "--resume", *flags],
-                            stdout=out, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": threads},
-                            start_new_session=True)  # Ctrl-C reaches us alone, and each child once
-                time.sleep(0.2)
-                for name, child in list(running.items()):
-                    if child.poll() is not None:
-                        del running[name]
-                        bar.update()
-                        if child.returncode:
-                            failed[name] = (root / f"{name}.txt").read_text(encoding="utf-8").strip().split("\n")[-1]
-                bar.set_postfix_str(" ".join(running), refresh=False)
-    except KeyboardInterrupt:
-        for child in running.values():
-            child.send_signal(signal.SIGINT)
-        for child in running.values():
-            child.wait()
+    given |= {k: v for k, v in ALL.items() if given[k] is None}
+    if (root / "config.json").exists():
+        raise UserError(f"{root} is the folder of one run: choose another --out")
+    if (root / "all.json").exists():
+        for flag, value in read_json(root / "all.json").items():
+            if given[flag] != value:
+                raise UserError(f"{root} holds the table of --{flag.replace('_', '-')} {value}, not {given[flag]}: choose another --out")
+    with locked(root):
+        write_json(root / "all.json", given)
+        failed = train_rows(root, [name for name in names if not finished(root / name)], given, jobs, len(names))
+    if failed is None:
         print("interrupted: finished rows stay, the others continue where they stopped; the same command goes on", file=sys.stderr)
         return 130
     report_all(root, [name for name in names if name not in failed])
     for name, line in failed.items():
         print(f"{name} failed: {line} (see {root / name}.txt)", file=sys.stderr)
     return 1 if failed else 0
+
+
+def finished(folder: Path) -> bool:
+    """Whether a run folder holds a whole run."""
+    try:
+        return bool(read_json(folder / "config.json") and read_json(folder / "metrics.json"))
+    except UserError:
+        return False
+
+
+def train_rows(root: Path, waiting: list[str], flags: dict, jobs: int, total: int) -> dict[str, str] | None:
+    """Train the waiting rows, what they print in ROW.txt: the last line of each that failed, or None if interrupted."""
+    flags = [f"--{k.replace('_', '-')}={v}" for k, v in flags.items() if v is not None]
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
+    running, failed = {}, {}
+
+    def stop(*_):
+        raise KeyboardInterrupt
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), stop)
+    try:
+        with tqdm(total=total, initial=total - len(waiting), desc="variants", unit="row") as bar:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    name = waiting.pop(0)
+                    with open(root / f"{name}.txt", "w", encoding="utf-8") as out:
+                        running[name] = subprocess.Popen(
+                            [sys.executable, __file__, "--variant", name, "--out", str(root / name), "--resume", *flags],
+                            stdout=out, stderr=subprocess.STDOUT, start_new_session=True,  # Ctrl-C reaches us alone, and each child once
+                            env=os.environ | {"OMP_NUM_THREADS": threads, PARENT: str(os.getpid())})
+                time.sleep(0.2)
+                for name, child in list(running.items()):
+                    if child.poll() is not None:
+                        del running[name]
+                        if child.returncode:
+                            failed[name] = (root / f"{name}.txt").read_text(encoding="utf-8").strip().split("\n")[-1]
+                        else:
+                            bar.update()
+                bar.set_postfix_str(" ".join(running) + (f"; failed: {' '.join(failed)}" if failed else ""), refresh=False)
+    except KeyboardInterrupt:
+        for child in running.values():
+            child.send_signal(signal.SIGINT)
+        for child in running.values():
+            child.wait()
+        return None
+    return failed
 
 
 def report_all(root: Path, names: list[str]) -> None:
@@ -674,8 +766,13 @@ def main() -> None:
     args = parser.parse_args()
     for flag, least in (("budget", 1), ("window", 1), ("steps", 1), ("stage1_steps", 0), ("batch", 1), ("length", 2), ("seed", 0),
                         ("checkpoint_every", 1), ("problems", 1), ("jobs", 1), ("lr", 0), ("lr_new", 0), ("lr1", 0), ("ce", 0)):
-        if getattr(args, flag) is not None and getattr(args, flag) < least:
+        if getattr(args, flag) is not None and not getattr(args, flag) >= least:
             raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least {least}")
+    for flag in ("lr", "lr_new", "lr1", "gate_bias"):
+        if not math.isfinite(getattr(args, flag) or 0):
+            raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be a finite number")
+    if args.ce > 1 or args.seed >= 2**63:
+        raise UserError(f"--ce {args.ce}: a share, from 0 to 1" if args.ce > 1 else f"--seed {args.seed}: must be below 2^63")
     if args.variant == "all":
         raise SystemExit(train_all(args))
     args.problems = args.problems or 200

@@ -513,14 +513,19 @@ def test_rows_that_make_sense_are_not(row):
 
 
 def test_rows_from_the_command_line():
-    row, bifocal = combine("bifocal", settings=["keep=4", "sink_positions=in-cache", "strict=true", "learned_sink=False",
-                                                "rotary=before", "normed=false"]), VARIANTS["bifocal"]
-    far = dataclasses.replace(bifocal.far, rotary="before", normed=False)
-    assert row == dataclasses.replace(bifocal, keep=4, sink_positions="in-cache", strict=True, learned_sink=False, far=far)
-    assert combine("bifocal", far="none") == dataclasses.replace(bifocal, name="bifocal+none", far=None, mix=None)
-    assert combine("bifocal", far="gdn").far == dataclasses.replace(FARS["gdn"], state_per="kv")
-    assert combine("swa", far="gdn", mix="half") == Variant("swa+gdn+half", "a sliding window alone", far=FARS["gdn"], mix="half")
-    assert combine("gdn", mix="gate").window is True and combine("gdn", settings=["rotary=none"]) == VARIANTS["gdn"]
+    def same(row, name, **fields):  # but for the note, which says what was changed
+        return dataclasses.replace(row, note="") == dataclasses.replace(VARIANTS["bifocal"], name=name, note="", **fields)
+
+    settings = ["keep=4", "sink_positions=in-cache", "strict=true", "learned_sink=False", "rotary=before", "normed=false"]
+    far, gdn = dataclasses.replace(VARIANTS["bifocal"].far, rotary="before", normed=False), dataclasses.replace(FARS["gdn"], state_per="kv")
+    row = combine("bifocal", settings=settings)
+    assert same(row, "+".join(["bifocal", *settings]), keep=4, sink_positions="in-cache", strict=True, learned_sink=False, far=far)
+    assert all(setting in row.note for setting in settings)
+    assert same(combine("bifocal", far="none"), "bifocal+none", far=None, mix=None)
+    assert same(combine("bifocal", far="gdn"), "bifocal+gdn", far=gdn) and "gdn" in combine("bifocal", far="gdn").note
+    assert combine("swa", far="gdn", mix="half") == Variant("swa+gdn+half", "swa with the far part gdn; changed: mix=half",
+                                                            far=FARS["gdn"], mix="half")
+    assert combine("gdn", mix="gate").window is True and combine("gdn", settings=["rotary=none"]).far == VARIANTS["gdn"].far
 
 
 @pytest.mark.parametrize("setting", ["keep", "keep=", "keep=four", "keep=none", "keep=true", "learned_sink=no", "window=5",

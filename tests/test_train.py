@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import train
-from reference import MINI, VARIANTS, UserError, build, cli, is_new
+from reference import MINI, VARIANTS, UserError, build, cli, combine, is_new
 from train import queue_step, rate_share, stage1_loss
 
 ROOT = Path(__file__).parents[1]
@@ -86,7 +86,7 @@ def whole(tmp_path_factory):
 
 def test_whole_run(whole):
     out, done = whole
-    assert sorted(p.name for p in out.iterdir()) == ["config.json", "log.jsonl", "metrics.json", "student.safetensors"]
+    assert sorted(p.name for p in out.iterdir() if p.name != ".lock") == ["config.json", "log.jsonl", "metrics.json", "student.safetensors"]
     last = json.loads(done.stdout.splitlines()[-1])
     assert last["out"] == str(out) and set(last["lengths"]) == {"2", "4", "8", "16", "32", "60"}
     assert last["bytes_per_layer"] == 9352  # 56 tokens of 128 B and two states of (256 + 16 + 1) float32
@@ -202,6 +202,10 @@ def test_non_finite_steps_are_not_applied(tmp_path, monkeypatch):
     (["--device", "tpu"], ["tpu"]),
     (["--variant", "full", "--teacher", "none", "--budget", "7"], ["--budget"]),
     (["--variant", "bifocal", "--teacher", "none"], ["--teacher none", "full"]),
+    (["--lr", "nan"], ["--lr nan"]),
+    (["--gate-bias", "inf"], ["--gate-bias inf"]),
+    (["--ce", "5"], ["--ce 5", "0 to 1"]),
+    (["--seed", str(2**70)], ["--seed", "2^63"]),
 ])
 def test_mistakes(args, words, tmp_path, monkeypatch, capsys):
     out = tmp_path / "never"
@@ -243,6 +247,10 @@ def test_all(tmp_path, monkeypatch, capsys):
     row = last["variants"][1]
     assert row["long"] == (metrics["lengths"]["32"]["exact"] + metrics["lengths"]["60"]["exact"]) / 2
     assert row["bytes_per_layer"] == 8 * 16 * 16 * 4 + 3 * (8 + 2 + 2) * 16 * 4 and 0 <= row["look_up"] <= 1 and 0 <= row["copy"] <= 1
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--lr", "0.5"])
+    with pytest.raises(UserError, match="--lr None, not 0.5"):
+        train.main()
+    monkeypatch.setattr(sys, "argv", sys.argv[:-2])
     (tmp_path / "all" / "gdn" / "config.json").write_text("{")
     with pytest.raises(SystemExit) as ended:
         train.main()
@@ -259,10 +267,10 @@ def test_all_rows():
 
 def test_default_folder_names_the_teacher(tmp_path):
     """README's two trainings of the same variant, on the miniature and on a real model, do not meet in one folder."""
-    from argparse import Namespace
-    names = [train.default_out(Namespace(variant="bifocal", far=far, mix=mix, teacher=t)) for t, far, mix in (
-        ("mini", None, None), ("smollm2", None, None), (str(tmp_path / "Qwen3-4B"), None, None), ("mini", "gdn", "half"))]
-    assert names == ["runs/bifocal", "runs/bifocal-smollm2", "runs/bifocal-Qwen3-4B", "runs/bifocal+gdn+half"]
+    names = [train.default_out(combine("bifocal", far, mix, row), t) for t, far, mix, row in (
+        ("mini", None, None, []), ("smollm2", None, None, []), (str(tmp_path / "Qwen3-4B"), None, None, []),
+        ("mini", "gdn", "half", ["keep=2"]))]
+    assert names == ["runs/bifocal", "runs/bifocal-smollm2", "runs/bifocal-Qwen3-4B", "runs/bifocal+gdn+half+keep=2"]
 
 
 def test_cuda_is_refused_where_there_is_none(tmp_path, monkeypatch, capsys):
@@ -328,3 +336,39 @@ def test_hugging_face_folder(tmp_path):
     cut.write_bytes(cut.read_bytes()[:-100])
     broken = run("--variant", "bifocal", *args, "--out", tmp_path / "other")
     assert broken.returncode == 2 and "cut short" in broken.stderr and broken.stderr.count("\n") == 1
+
+
+def test_one_process_a_folder(tmp_path, monkeypatch, capsys):
+    """A folder that another process trains in is refused by that process's number, and left as it is; so is one run's for the table."""
+    out = tmp_path / "run"
+    first = subprocess.Popen(command("--out", str(out), "--steps", "100000"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for_lines(first, out, 2)
+        second = run("--out", str(out), "--steps", "100000", "--resume")
+        assert second.returncode == 2 and f"is being trained by process {first.pid}" in second.stderr
+    finally:
+        first.kill()
+        first.wait()
+    monkeypatch.setattr(sys, "argv", ["train.py", "--variant", "all", "--out", str(out)])
+    with pytest.raises(UserError, match="folder of one run"):
+        train.main()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="an orphan gets a new parent: POSIX")
+def test_a_row_ends_with_the_table_that_started_it(tmp_path):
+    """--variant all killed outright: its rows save their state and stop, and the same command can go on."""
+    flags = [sys.executable, train.__file__, "--variant", "all", "--jobs", "1", "--out", str(tmp_path), "--steps", "100000", "--batch", "1"]
+    table = subprocess.Popen(flags, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    name = train.all_rows(MINI, 72)[0]
+    try:
+        wait_for_lines(table, tmp_path / name, 2)
+    finally:
+        table.kill()
+        table.wait()
+    for _ in range(100):
+        if "interrupted: the state is saved" in (tmp_path / f"{name}.txt").read_text():
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("the row still runs")
+    assert (tmp_path / name / "checkpoint" / "state.pt").exists()
