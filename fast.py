@@ -28,7 +28,7 @@ import reference
 from reference import _is_top, _starts, check_loss, document_positions, mlstm_denominator, mlstm_state, quadratic
 
 BLOCK = 64  # queries per block of `attend`, steps per chunk of `mlstm`
-GROUP = 16  # chunks of `mlstm` at a time
+GROUP = 2**20  # numbers that `mlstm` holds of each kind at a time: about what a core's cache takes
 TILE = 2**24  # logits that `distill_loss` holds at a time, of student and of teacher
 
 
@@ -195,34 +195,39 @@ def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, state: tuple
     L = min(BLOCK, T)
     N = -(-T // L)  # chunks
 
-    def split(x, value=0.0):  # (B, T, Hs, ...) -> (N, B, Hs, L, ...); the steps past T are padded ones
+    def split(x, value=0.0):  # (B, T, Hs, ...) -> (N, B, Hs, ..., L, D); the steps past T are padded ones
         x = F.pad(x.to(dtype), (0, 0) * (x.ndim - 2) + (0, N * L - T), value=value) if N * L > T else x.to(dtype)
-        return x.unflatten(1, (N, L)).movedim(1, 0).transpose(2, 3).contiguous()
+        return x.unflatten(1, (N, L)).permute(1, 0, 3, *range(4, x.ndim), 2, *[x.ndim] * (x.ndim > 3)).contiguous()
 
     document = None if segment is None else _starts(segment).cumsum(1)                       # (B, T), 0 at first
     document = document if segment is None else F.pad(document[None], (0, N * L - T), mode="replicate")[0].unflatten(1, (N, L))
     state = mlstm_state(B, Hs, D, m0=m0, dtype=dtype, device=q.device) if state is None else state
-    q = split((q * (D**-0.5 if scale is None else scale)).unflatten(2, (Hs, H // Hs)))       # (N, B, Hs, L, R, D)
-    q = q.transpose(3, 4).flatten(3, 4)                                                      # (N, B, Hs, R*L, D)
-    o, *state = _MLSTM.apply(q, split(k), split(v), split(i, -math.inf), split(F.logsigmoid(f.to(dtype))), *state,
-                             None if document is None else document.movedim(1, 0)[:, :, None], normalizer, m0)
-    o = o.unflatten(3, (H // Hs, L)).permute(1, 0, 4, 2, 3, 5)                               # (B, N, L, Hs, R, D)
-    return o.reshape(B, N * L, H, D)[:, :T], tuple(state)
+    o, *state = _MLSTM.apply(split(q.unflatten(2, (Hs, H // Hs))), split(k), split(v), split(i, -math.inf),
+                             split(F.logsigmoid(f.to(dtype))), *state, None if document is None else document.movedim(1, 0)[:, :, None],
+                             normalizer, D**-0.5 if scale is None else scale, m0)
+    return o.permute(1, 0, 4, 2, 3, 5).reshape(B, N * L, H, D)[:, :T], tuple(state)
 
 
 class _MLSTM(torch.autograd.Function):
-    """The chunks of `mlstm` and their gradients: GROUP chunks at a time, all of a group's but the states in parallel. Kept from the
-    forward pass: the inputs, o, and the state before each group.
+    """The chunks of `mlstm` and their gradients: a group of chunks at a time, all of it but the states in parallel. Kept from the
+    forward pass: the inputs, o, and of every chunk e (scaled like q), s, den and the state before it.
 
     m scales numerator, denominator, floor and state alike, so o and C e^m do not depend on it: the backward pass takes each m
     as given, except that the m it hands out is the maximum (4') and C = (C e^m) e^-m. With d for the gradient of the loss,
-    s_ts = e_ts q_t.k_s, e_ts = e^{F_t - F_s + i_s - m_t}, c_t = e^{F_t + m_0 - m_t} and den as in (7):
+    q scaled, s_ts = e_ts q_t.k_s, e_ts = e^{F_t - F_s + i_s - m_t}, c_t = e^{F_t + m_0 - m_t} and den as in (7):
 
         d num = d o / den,   d den = -(d o . o) / den where the floor is lower, else 0               (7')
         d s = d num v^T + d den,   d q_t = sum_s d s_ts e_ts k_s + c_t (C_0 d num_t + d den_t n_0),   k and v alike
         d log e_ts = d s_ts s_ts,   d log c_t = q_t . (that second term)
         d i_s = sum_t d log e_ts,   d log f_u = sum_{s < u <= t} d log e_ts + sum_{t >= u} d log c_t
     """
+
+    @staticmethod
+    def groups(q, k):
+        """The first chunk and the last + 1 of each group, of q (N, B, Hs, R, L, D) and k (N, B, Hs, L, D)."""
+        N, D, L = len(k), k.shape[-1], k.shape[-2]
+        size = max(1, GROUP // (q[0, ..., 0].numel() * (L + D) + k[0, ..., 0, 0].numel() * D * D))
+        return [(a, min(a + size, N)) for a in range(0, N, size)]
 
     @staticmethod
     def gates(i, g, m, document, before, m0):
@@ -249,32 +254,41 @@ class _MLSTM(torch.autograd.Function):
         return e, c if fresh is None else c.masked_fill(fresh, 0), m, fresh
 
     @staticmethod
-    def states(C, n, k, v, e, c):
-        """The states before each chunk of a group and after the last: (N+1, B, Hs, D, D) and (N+1, B, Hs, D)."""
-        w = e[..., -1, :, None] * k  # the last row is the new state
-        Cs, ns = torch.cat([C[None], w.transpose(-1, -2) @ v]), torch.cat([n[None], w.sum(-2)])
-        for j in range(len(k)):
-            Cs[j + 1].addcmul_(c[j, ..., -1, None, None], Cs[j])
-            ns[j + 1].addcmul_(c[j, ..., -1, None], ns[j])
-        return Cs, ns
+    def add_states(Cs, ns, c, steps):
+        """From chunk to chunk, (C, n) += c times the one before, in place: `steps` are pairs (before, after) of indices, and the chunk."""
+        for before, after, j in steps:
+            Cs[after].addcmul_(c[j, ..., -1, None, None], Cs[before])
+            ns[after].addcmul_(c[j, ..., -1, None], ns[before])
 
     @staticmethod
-    def forward(ctx, q, k, v, i, g, C, n, m, document, normalizer, m0):
-        o, kept = torch.empty_like(q), []
-        for a in range(0, len(q), GROUP):
-            kept.append((C, n, m) if any(ctx.needs_input_grad) else ())
-            q_, k_, v_, i_, g_, d = (x if x is None else x[a : a + GROUP] for x in (q, k, v, i, g, document))
-            e, c, m_, _ = _MLSTM.gates(i_, g_, m, d, None if d is None else _MLSTM.before(document, a), m0)
-            Cs, ns = _MLSTM.states(C, n, k_, v_, e, c)
-            s = (q_ @ k_.transpose(-1, -2)).unflatten(3, (-1, e.shape[-1])).mul_(e[:, :, :, None])   # (N, B, Hs, R, L, L)
-            rows, whole = (*s.shape[:5], -1), (*q_.shape[:4], -1)
-            num = (q_ @ Cs[:-1]).view(rows).mul_(c[:, :, :, None, :, None]).view(whole).add_(s.flatten(3, 4) @ v_)  # (6')
-            den = s.sum(-1).add_((q_ @ ns[:-1, ..., None]).view(s.shape[:5]).mul_(c[:, :, :, None]))
-            den = mlstm_denominator(den, m_[:, :, :, None], normalizer)
-            torch.div(num, den.view(whole), out=o[a : a + GROUP])                            # (7)
+    def like(x):
+        """Room for a tensor like x (N, B, Hs, ..., L, D) whose memory is (B, N, L, Hs, ..., D), as the op's own tensors are."""
+        N, B, Hs, *R, L, D = x.shape
+        return x.new_empty(B, N, L, Hs, *R, D).permute(1, 0, 3, *range(4, x.ndim - 1), 2, x.ndim - 1)
+
+    @staticmethod
+    def forward(ctx, q, k, v, i, g, C, n, m, document, normalizer, scale, m0):
+        o, kept, keep = _MLSTM.like(q), [], any(ctx.needs_input_grad)
+        for a, b in _MLSTM.groups(q, k):
+            q_, k_, v_, i_, g_, d = (x if x is None else x[a:b] for x in (q, k, v, i, g, document))
+            e, c, m_, fresh = _MLSTM.gates(i_, g_, m, d, None if d is None else _MLSTM.before(document, a), m0)
+            N, last = len(k_), e[..., -1, :].clone()  # the weights of the new state
+            w, e = last[..., None] * k_, e.mul_(scale)
+            Cs, ns = C.new_empty(N + 1, *C.shape), torch.cat([n[None], (last[..., None, :] @ k_)[..., 0, :]])
+            Cs[0] = C
+            torch.matmul(w.transpose(-1, -2), v_, out=Cs[1:])
+            _MLSTM.add_states(Cs, ns, c, [(j, j + 1, j) for j in range(N)])
+            q_, whole = q_.flatten(3, 4), q_.shape                                           # (N, B, Hs, R*L, D), (.., R, L, D)
+            s = (q_ @ k_.transpose(-1, -2)).view(*whole[:-1], -1).mul_(e[:, :, :, None])     # (N, B, Hs, R, L, L)
+            c_q = (c * scale)[:, :, :, None]
+            num = (q_ @ Cs[:-1]).view(whole).mul_(c_q[..., None]).add_((s.flatten(3, 4) @ v_).view(whole))  # (6')
+            den = s.sum(-1).add_(torch.linalg.vecdot(q_, ns[:-1, :, :, None]).view(whole[:-1]).mul_(c_q))
+            torch.div(num, mlstm_denominator(den, m_[:, :, :, None], normalizer)[..., None], out=o[a:b])  # (7)
             C, n, m = Cs[-1].clone(), ns[-1].clone(), m_[-1, ..., -1]
-        ctx.save_for_backward(q, k, v, i, g, o, document, C, n, *(x for state in kept for x in state))
-        ctx.rest = normalizer, m0
+            if keep:
+                kept += [e, last, c, m_, fresh, s, den, Cs, ns]
+        ctx.save_for_backward(q, k, v, o, document, *kept)
+        ctx.rest = normalizer, scale
         return o, C, n, m
 
     @staticmethod
@@ -285,51 +299,49 @@ class _MLSTM(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, dC, dn, dm):
-        q, k, v, i, g, o, document, C1, n1, *kept = ctx.saved_tensors
-        normalizer, m0 = ctx.rest
-        dq, dk, dv, di, dg = (torch.empty_like(x) for x in (q, k, v, i, g))
-        dm = dm - (dC * C1).sum((-1, -2)) - (dn * n1).sum(-1)
-        for a in reversed(range(0, len(q), GROUP)):
-            group = slice(a, min(a + GROUP, len(q)))
-            (C, n, m), kept = kept[-3:], kept[:-3]
-            q_, k_, v_, i_, g_, o_, do_, d = (x if x is None else x[group] for x in (q, k, v, i, g, o, do, document))
-            e, c, m_, fresh = _MLSTM.gates(i_, g_, m, d, None if d is None else _MLSTM.before(document, a), m0)
-            Cs, ns = _MLSTM.states(C, n, k_, v_, e, c)
-            s = (q_ @ k_.transpose(-1, -2)).unflatten(3, (-1, e.shape[-1])).mul_(e[:, :, :, None])
-            rows, whole = s.shape[:5], (*q_.shape[:4], -1)
-            den = s.sum(-1).add_((q_ @ ns[:-1, ..., None]).view(rows).mul_(c[:, :, :, None]))
-            d_num = do_ / mlstm_denominator(den, m_[:, :, :, None], normalizer).view(whole)  # (7')
-            d_den = -(d_num * o_).sum(-1).view(rows)
+        q, k, v, o, document, *kept = ctx.saved_tensors
+        normalizer, scale = ctx.rest
+        dq, dk, dv = map(_MLSTM.like, (q, k, v))
+        di, dg = (q.new_empty(*k.shape[:4]) for _ in range(2))
+        dm = dm - (dC * kept[-2][-1]).sum((-1, -2)) - (dn * kept[-1][-1]).sum(-1)
+        for group in (slice(*ends) for ends in reversed(_MLSTM.groups(q, k))):
+            (e, last, c, m_, fresh, s, den, Cs, ns), kept = kept[-9:], kept[:-9]
+            q_, k_, v_, o_, do_, d = (x if x is None else x[group] for x in (q, k, v, o, do, document))
+            q_, whole = q_.flatten(3, 4), q_.shape
+            d_num = torch.div(do_, mlstm_denominator(den, m_[:, :, :, None], normalizer)[..., None], out=q.new_empty(whole))  # (7')
+            d_den = torch.linalg.vecdot(d_num, o_).neg_()
             if normalizer == "floor":
                 d_den = d_den * den.sign() * (den.abs() >= (-m_[:, :, :, None]).exp())
+            d_num = d_num.flatten(3, 4)
             ds = (d_num @ v_.transpose(-1, -2)).view(s.shape).add_(d_den[..., None])
             de = (ds * s).sum(3)                                                             # d log e, (N, B, Hs, L, L)
             ds = ds.mul_(e[:, :, :, None]).flatten(3, 4)
-            dv[group] = s.flatten(3, 4).transpose(-1, -2) @ d_num
-            c_num = d_num.view(*rows, -1).mul_(c[:, :, :, None, :, None]).view(d_num.shape)
-            c_den = d_den.mul(c[:, :, :, None]).view(whole)                                  # (N, B, Hs, R*L, 1)
+            to_v, to_k = s.flatten(3, 4).transpose(-1, -2) @ d_num, ds.transpose(-1, -2) @ q_
+            c_q = (c * scale)[:, :, :, None]
+            c_num = d_num.view(whole).mul_(c_q[..., None]).view(d_num.shape)
+            c_den = d_den.mul(c_q).view(*q_.shape[:-1], 1)                                   # (N, B, Hs, R*L, 1)
             old = (c_num @ Cs[:-1].transpose(-1, -2)).addcmul_(c_den, ns[:-1, :, :, None])
-            dc = (q_ * old).sum(-1).view(rows).sum(3)                                        # d log c, (N, B, Hs, L)
-            dq[group] = old.add_(ds @ k_)
-            dk[group] = ds.transpose(-1, -2) @ q_
-            # from chunk to chunk backwards: dC, dn after each chunk, then before the first
-            dCs, dns = torch.cat([q_.transpose(-1, -2) @ c_num, dC[None]]), torch.cat([(q_ * c_den).sum(-2), dn[None]])
-            for j in reversed(range(len(q_))):
-                dCs[j].addcmul_(c[j, ..., -1, None, None], dCs[j + 1])
-                dns[j].addcmul_(c[j, ..., -1, None], dns[j + 1])
-            w = e[..., -1, :, None]
-            into = (v_ @ dCs[1:].transpose(-1, -2)).add_(dns[1:, :, :, None]).mul_(w)        # what the new state asks of k
-            dk[group] += into
-            dv[group] += (w * k_) @ dCs[1:]
-            de[..., -1, :] += (k_ * into).sum(-1)
+            dc = torch.linalg.vecdot(q_, old).view(den.shape).sum(3)                                 # d log c, (N, B, Hs, L)
+            torch.add(old.view(whole), (ds @ k_).view(whole), out=dq[group])
+            # dC, dn after each chunk, then before the first
+            N = len(q_)
+            dCs, dns = torch.empty_like(Cs), torch.cat([(c_den.transpose(-1, -2) @ q_)[..., 0, :], dn[None]])
+            dCs[-1] = dC
+            torch.matmul(q_.transpose(-1, -2), c_num, out=dCs[:-1])
+            _MLSTM.add_states(dCs, dns, c, [(j + 1, j, j) for j in reversed(range(N))])
+            w = last[..., None]
+            into = (v_ @ dCs[1:].transpose(-1, -2)).add_(dns[1:, :, :, None])                # what the new state asks of w k
+            torch.addcmul(to_k, into, w, out=dk[group])
+            torch.addcmul(to_v, k_ @ dCs[1:], w, out=dv[group])
+            de[..., -1, :] += last * torch.linalg.vecdot(k_, into)
             dc[..., -1] += c[..., -1] * ((Cs[:-1] * dCs[1:]).sum((-1, -2)) + (ns[:-1] * dns[1:]).sum(-1))
             # the m handed on is the greatest exponent of a chunk's last row, or the old m (a document's m0) decayed
-            top = e[..., -1, :].argmax(-1, keepdim=True)
-            decayed = e[..., -1, :].gather(-1, top)[..., 0] < 1                              # (N, B, Hs)
+            top = last.argmax(-1, keepdim=True)
+            decayed = last.gather(-1, top)[..., 0] < 1                                       # (N, B, Hs)
             passed = decayed if fresh is None else decayed & ~fresh[..., -1]
             dms = torch.cat([passed[1:], torch.ones_like(passed[:1])]).flip(0).cumprod(0).flip(0) * dm  # after each chunk
             de[..., -1, :].scatter_add_(-1, top, torch.where(decayed, 0, dms)[..., None])
-            dg_ = de.flip(-2).cumsum(-2).flip(-2).tril_(-1).sum(-1)
+            dg_ = F.pad(de.cumsum(-1).tril_(-1).sum(-2)[..., :-1], (1, 0))
             if fresh is not None:
                 since = (d == d[..., -1:]) & fresh[..., -1:]
                 dg_ += torch.where(since & decayed[..., None], dms[..., None], 0)
@@ -337,7 +349,7 @@ class _MLSTM(torch.autograd.Function):
             di[group] = de.sum(-2)
             dg[group] = dg_.add_(dc.flip(-1).cumsum(-1).flip(-1))
             dC, dn, dm = dCs[0], dns[0], torch.where(passed[0], dms[0], 0)
-        return dq, dk, dv, di, dg, dC, dn, dc[0].sum(-1), None, None, None
+        return dq, dk, dv, di, dg, dC, dn, dc[0].sum(-1), None, None, None, None
 
 
 @_in_float32

@@ -142,6 +142,15 @@ def test_mlstm_input_gate(i):
         compare("mlstm", tensors, dict(m0=m0))
 
 
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("group", [1, 2**17])
+def test_mlstm_groups_of_chunks(group, segments, monkeypatch):
+    """One chunk at a time, or two, in place of all: the state and its gradient go from group to group."""
+    monkeypatch.setattr(fast, "GROUP", group)
+    tensors = mlstm_inputs(2, 300, 6, 3, 8, state=True)
+    compare("mlstm", tensors, dict(segment=documents(2, 300) if segments else None))
+
+
 def test_mlstm_gradient_through_the_state():
     """Case 14: two segments of back-propagation equal one, cut inside a chunk."""
     tensors = mlstm_inputs(2, 150, 6, 3, 8)
