@@ -3,6 +3,8 @@
     python eval.py answers runs/bifocal runs/swa_learned_sink       # exact match by answer length, paired
     python eval.py text --teacher smollm2 --variant swa_sink_tokens --window 508 --sinks 4 --text FILE
     python eval.py text runs/bifocal-smollm2 --text FILE            # mean next-token loss by position
+    python eval.py finding                                          # the experiment, after train.py --suite finding
+    python eval.py reach runs/bifocal runs/swa_learned_sink         # how far back an input still changes the output
 
 Tables for people; the last line is the same as one JSON object.
 """
@@ -20,6 +22,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import fast
+import finding
 from reference import VARIANTS, Parser, UserError, build, cli, combine, pick_device, use_cores
 from tasks import FAMILIES, LENGTHS, open_teacher, queue_problems, read_text, solve, window_bound
 from weights import load_run, load_weights
@@ -160,6 +163,29 @@ def text(args) -> dict:
             "loss": result}
 
 
+def find(args) -> dict:
+    """The experiment's evaluation."""
+    positive("--problems", args.problems)
+    root = args.runs or Path("runs/finding-quick" if args.quick else "runs/finding")
+    result = finding.evaluate(root, args.quick, args.device, args.problems)
+    finding.report(result)
+    made = finding.figures(result, root if args.quick else finding.ASSETS)
+    return {"figures": [str(p) for p in made], "verdicts": result["verdicts"]}
+
+
+def reach(args) -> dict:
+    """The reach of trained students."""
+    positive("--problems", args.problems)
+    found = {}
+    for folder in args.runs:
+        model, source = load_run(folder, fast, args.device)
+        if source.config.get("task") not in FAMILIES:
+            raise UserError(f"{folder}: trained on text: reach is measured on the miniature's problems")
+        found[str(folder)] = finding.reach(model, args.problems, source.config["task"])
+        finding.report_reach(str(folder), found[str(folder)])
+    return found
+
+
 def parse_range(label: str) -> tuple[str, int, int]:
     """'512:' or '0:512' -> (label, first, past the last). Raises UserError."""
     a, colon, b = label.partition(":")
@@ -207,13 +233,19 @@ def main() -> None:
     t.add_argument("--splitter", choices=("gpt2", "smollm"),
                    help="how smollm2's text is cut before merging (default: smollm for a RUN, else gpt2); NOTES.md, 'Two splitters'")
     t.add_argument("--ranges", default="0:512,512:", help="position ranges, FIRST:LAST with commas")
-    for p in (a, t):
+    f = commands.add_parser("finding", help="the experiment of finding.py: answers, causal checks, reach, analysis, figures")
+    f.add_argument("--quick", action="store_true", help="of train.py --suite finding --quick; nothing is written but in its folder")
+    f.add_argument("--runs", type=Path, help="the suite's folder (default runs/finding, or runs/finding-quick)")
+    f.add_argument("--problems", type=int, default=finding.PROBLEMS, help="problems of each length")
+    r = commands.add_parser("reach", help="how far back an input still changes the output, by gradient and by swaps")
+    r.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
+    r.add_argument("--problems", type=int, default=20)
+    for p in (a, t, f, r):
         p.add_argument("--device", default="cpu", choices=("auto", "cpu", "cuda"))
     args = parser.parse_args()
     args.device = pick_device(args.device)
     use_cores()
-    result = answers(args) if args.command == "answers" else text(args)
-    print(json.dumps(result))
+    print(json.dumps({"answers": answers, "text": text, "finding": find, "reach": reach}[args.command](args)))
 
 
 if __name__ == "__main__":

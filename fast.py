@@ -469,13 +469,16 @@ class _Distill(torch.autograd.Function):
                     d_hidden += dz @ weight[s]
                 if d_weight is not None:
                     d_weight[s] = dz.T @ hidden
-        ctx.save_for_backward(None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight)
+        ctx.made = None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight
         return loss
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        d_hidden, d_weight = ctx.saved_tensors
-        return (*(None if d is None else d * grad.to(d.dtype) for d in (d_hidden, d_weight)), None, None, None, None)
+        if ctx.made is None:
+            raise RuntimeError("distill_loss: its gradients were handed out already; compute the loss again")
+        made, ctx.made = ctx.made, None  # scaled in place: a second gradient of the weight does not fit beside the first
+        return (*(None if d is None else d.mul_(grad.to(d.dtype)) for d in made), None, None, None, None)
 
 
 # ----------------------------------------------------------------------------- python fast.py: check, then time

@@ -1473,6 +1473,17 @@ def use_cores() -> None:
         torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
+def sight(shape: Shape, row: Variant, budget: int, T: int) -> list[tuple[str, int, int]]:
+    """What the last query of T tokens sees: ('exact' or 'summary', first, last + 1)."""
+    window, parts = solve_window(shape, row, budget), []
+    if row.window is not False:
+        near = 0 if window is None else max(0, T - window)
+        parts += [("exact", near, T)] + [("exact", 0, min(row.keep, near))] * (row.keep > 0)
+    if row.far:
+        parts += [("summary", 0, max(0, T - window) if row.far.left else T)]
+    return parts
+
+
 def explain(shape: Shape, row: Variant, budget: int) -> str:
     """The row in words, its equation, the tensors it holds and a picture of what a query sees."""
     window, far = solve_window(shape, row, budget), row.far

@@ -209,7 +209,7 @@ class Run:
         return {
             "command": f"python train.py {shlex.join(sys.argv[1:])}".strip(),
             "variant": self.row.name, "teacher": a.teacher, "task": self.task, "data": a.data, "seed": a.seed,
-            "budget": self.budget, "recipe": dataclasses.asdict(self.recipe), "ce": a.ce, "ops": a.ops,
+            "problems": a.problems, "problem_seed": a.problem_seed, "budget": self.budget, "recipe": dataclasses.asdict(self.recipe), "ce": a.ce, "ops": a.ops,
             "device": self.device.type, "threads": torch.get_num_threads(), **describe(self.student),
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
             "commit": git_commit(), "date": time.strftime("%Y-%m-%d"), "machine": machine(),
@@ -221,7 +221,7 @@ class Run:
         UserError: it holds another configuration, or an unfinished run and no --resume. Nothing is overwritten.
         """
         mine = json.loads(json.dumps(self.config()))
-        free = ("command", "versions", "commit", "date", "machine", "threads")  # may differ between a run and its resumption
+        free = ("command", "versions", "commit", "date", "machine", "threads", "problems", "problem_seed")  # may differ between a run and its resumption
         if (self.out / "config.json").exists():
             old = read_json(self.out / "config.json")
             for key in mine:
@@ -491,12 +491,12 @@ def evaluate_queue(run: Run) -> dict:
     """Answer problems of each length and say what decoding held."""
     result, held = {"lengths": {}}, 0
     for n in tqdm(LENGTHS, desc="answers", unit="length", leave=False):
-        problems = queue_problems(run.args.problems, n, family=run.task)
+        problems = queue_problems(run.args.problems, n, run.args.problem_seed, family=run.task)
         outcomes, held = solve(run.student, problems)
         bound = None if run.student.window is None else float(np.mean([window_bound(p, run.student.window) for p in problems]))
         result["lengths"][str(n)] = {"n": len(problems), "exact": float(np.mean([o.exact for o in outcomes])),
                                 "truncated": int(sum(o.truncated for o in outcomes)), "window_bound": bound}
-    read = reading_accuracy(run.student, queue_problems(min(50, run.args.problems), LENGTHS[-1], family=run.task))
+    read = reading_accuracy(run.student, queue_problems(min(50, run.args.problems), LENGTHS[-1], run.args.problem_seed, family=run.task))
     return result | read | {"bytes_per_layer": held}
 
 
@@ -653,15 +653,9 @@ def train_all(args) -> int:
         "budget", "steps", "stage1_steps", "batch", "lr", "lr_new", "lr1", "gate_bias", "sink_start", "ce", "seed",
         "checkpoint_every", "problems", "device", "ops")}
     given |= {k: v for k, v in ALL.items() if given[k] is None}
-    if (root / "config.json").exists():
-        raise UserError(f"{root} is the folder of one run: choose another --out")
-    if (root / "all.json").exists():
-        for flag, value in read_json(root / "all.json").items():
-            if given[flag] != value:
-                raise UserError(f"{root} holds the table of --{flag.replace('_', '-')} {value}, not {given[flag]}: choose another --out")
-    with locked(root):
-        write_json(root / "all.json", given)
-        failed = train_rows(root, [name for name in names if not finished(root / name)], given, jobs, len(names))
+    with table_folder(root, given):
+        flags = [f"--{k.replace('_', '-')}={v}" for k, v in given.items() if v is not None]
+        failed = train_runs(root, {name: ["--variant", name, *flags] for name in names}, jobs, "variants")
     if failed is None:
         print("interrupted: finished rows stay, the others continue where they stopped; the same command goes on", file=sys.stderr)
         return 130
@@ -669,6 +663,20 @@ def train_all(args) -> int:
     for name, line in failed.items():
         print(f"{name} failed: {line} (see {root / name}.txt)", file=sys.stderr)
     return 1 if failed else 0
+
+
+@contextlib.contextmanager
+def table_folder(root: Path, flags: dict):
+    """Hold a folder of runs made with these flags. UserError: it is one run's folder, or was made with others."""
+    if (root / "config.json").exists():
+        raise UserError(f"{root} is the folder of one run: choose another --out")
+    if (root / "all.json").exists():
+        for flag, value in read_json(root / "all.json").items():
+            if flags.get(flag) != value:
+                raise UserError(f"{root} holds runs of --{flag.replace('_', '-')} {value}, not {flags.get(flag)}: choose another --out")
+    with locked(root):
+        write_json(root / "all.json", flags)
+        yield
 
 
 def finished(folder: Path) -> bool:
@@ -679,9 +687,10 @@ def finished(folder: Path) -> bool:
         return False
 
 
-def train_rows(root: Path, waiting: list[str], flags: dict, jobs: int, total: int) -> dict[str, str] | None:
-    """Train the waiting rows, what they print in ROW.txt: the last line of each that failed, or None if interrupted."""
-    flags = [f"--{k.replace('_', '-')}={v}" for k, v in flags.items() if v is not None]
+def train_runs(root: Path, runs: dict[str, list[str]], jobs: int, title: str) -> dict[str, str] | None:
+    """Train what is not finished of `runs`, name -> flags, each in the folder of its name and a process of its own, what it prints in
+    NAME.txt: the last line of each that failed, or None if interrupted."""
+    waiting = [name for name in runs if not finished(root / name)]
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
     running, failed = {}, {}
 
@@ -691,13 +700,14 @@ def train_rows(root: Path, waiting: list[str], flags: dict, jobs: int, total: in
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), stop)
     try:
-        with tqdm(total=total, initial=total - len(waiting), desc="variants", unit="row") as bar:
+        with tqdm(total=len(runs), initial=len(runs) - len(waiting), desc=title, unit="run") as bar:
             while waiting or running:
                 while waiting and len(running) < jobs:
                     name = waiting.pop(0)
+                    (root / name).parent.mkdir(parents=True, exist_ok=True)
                     with open(root / f"{name}.txt", "w", encoding="utf-8") as out:
                         running[name] = subprocess.Popen(
-                            [sys.executable, __file__, "--variant", name, "--out", str(root / name), "--resume", *flags],
+                            [sys.executable, __file__, *runs[name], "--out", str(root / name), "--resume"],
                             stdout=out, stderr=subprocess.STDOUT, start_new_session=True,  # Ctrl-C reaches us alone, and each child once
                             env=os.environ | {"OMP_NUM_THREADS": threads, PARENT: str(os.getpid())})
                 time.sleep(0.2)
@@ -716,6 +726,32 @@ def train_rows(root: Path, waiting: list[str], flags: dict, jobs: int, total: in
             child.wait()
         return None
     return failed
+
+
+def train_suite(args, parser) -> int:
+    """The experiment of finding.py: the rates by a small grid, then every student. Exit status."""
+    import finding
+    if args.quick and not args.suite:
+        raise UserError("--quick belongs to --suite finding")
+    allowed = {"suite", "quick", "out", "jobs", "device", "resume"}
+    for name, value in vars(args).items():
+        if name not in allowed and value != parser.get_default(name):
+            raise UserError(f"--suite finding fixes --{name.replace('_', '-')}: leave it out; with it are {' '.join(sorted(allowed - {'suite'}))}")
+    root = Path(args.out or ("runs/finding-quick" if args.quick else "runs/finding"))
+    jobs = args.jobs or (1 if pick_device(args.device).type == "cuda" else os.cpu_count() or 1)
+    with table_folder(root, {"suite": args.suite, "quick": args.quick, "device": args.device}):
+        for title, runs in finding.stages(root, args.quick):
+            failed = train_runs(root, {name: [*flags, "--device", args.device] for name, flags in runs.items()}, jobs, title)
+            if failed is None:
+                print("interrupted: what is finished stays; the same command goes on", file=sys.stderr)
+                return 130
+            if failed:
+                for name, line in failed.items():
+                    print(f"{name} failed: {line} (see {root / name}.txt)", file=sys.stderr)
+                return 1
+    print(f"every student is trained; now: python eval.py finding{' --quick' if args.quick else ''}"
+          + (f" --runs {root}" if args.out else ""))
+    return 0
 
 
 def report_all(root: Path, names: list[str]) -> None:
@@ -741,6 +777,8 @@ def main() -> None:
     what = parser.add_argument_group("what")
     what.add_argument("--variant", default="bifocal", choices=(*VARIANTS, "all"), metavar="NAME",
                       help=f"the student: {' '.join(VARIANTS)}; or all, one after the other with a shorter recipe, into one table")
+    what.add_argument("--suite", choices=("finding",), help="every student of an experiment, as finding.py says; then: python eval.py finding")
+    what.add_argument("--quick", action="store_true", help="with --suite: one seed of the four students, no tuning")
     what.add_argument("--teacher", default="mini", help="mini, smollm2, a Hugging Face folder, or none (default mini)")
     what.add_argument("--task", choices=FAMILIES, default="queue", help="what the miniature learns (python tasks.py --task NAME shows one)")
     what.add_argument("--data", help="text: a file, a .jsonl file or a folder (default: Python's standard library)")
@@ -767,12 +805,13 @@ def main() -> None:
     where.add_argument("--resume", action="store_true", help="continue the run in --out")
     where.add_argument("--checkpoint-every", type=int, default=25, metavar="STEPS")
     where.add_argument("--problems", type=int, help="problems of each length to answer at the end (default 200)")
-    where.add_argument("--jobs", type=int, help="with --variant all: trainings at a time (default: one a core)")
+    where.add_argument("--problem-seed", type=int, default=0, help="seed of those problems (default 0)")
+    where.add_argument("--jobs", type=int, help="with --variant all or --suite: trainings at a time (default: one a core)")
     where.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     where.add_argument("--ops", choices=("fast", "reference"), default="fast")
     args = parser.parse_args()
     for flag, least in (("budget", 1), ("window", 1), ("steps", 1), ("stage1_steps", 0), ("batch", 1), ("length", 2), ("seed", 0),
-                        ("checkpoint_every", 1), ("problems", 1), ("jobs", 1), ("lr", 0), ("lr_new", 0), ("lr1", 0), ("ce", 0)):
+                        ("problem_seed", 0), ("checkpoint_every", 1), ("problems", 1), ("jobs", 1), ("lr", 0), ("lr_new", 0), ("lr1", 0), ("ce", 0)):
         if getattr(args, flag) is not None and not getattr(args, flag) >= least:
             raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least {least}")
     for flag in ("lr", "lr_new", "lr1", "gate_bias"):
@@ -780,6 +819,8 @@ def main() -> None:
             raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be a finite number")
     if args.ce > 1 or args.seed >= 2**63:
         raise UserError(f"--ce {args.ce}: a share, from 0 to 1" if args.ce > 1 else f"--seed {args.seed}: must be below 2^63")
+    if args.suite or args.quick:
+        raise SystemExit(train_suite(args, parser))
     if args.variant == "all":
         raise SystemExit(train_all(args))
     args.problems = args.problems or 200

@@ -3,10 +3,10 @@
     python fast.py --compile    # registers, spilled bytes and shared memory of every kernel, compiled without a GPU
 """
 
-from . import attend
+from . import attend, chunkwise
 from .common import SHARED, usage
 
-OPS = (attend,)
+OPS = (attend, chunkwise)
 
 
 def table(arches=(80, 90, 100), dims=(64, 128), dtypes=("bf16",), ops=OPS):
