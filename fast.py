@@ -1,7 +1,7 @@
 """fast.py: the ops of reference.py with the same names, signatures and results, faster.
 
-Chunked, differentiable PyTorch, the default for training; on CUDA `attend` is a Triton kernel (kernels.py), the others are not yet.
-Equations carry reference.py's numbers.
+Chunked, differentiable PyTorch, the default for training; on CUDA Triton kernels (kernels/), which compute in the inputs' dtype with
+float32 sums and states. Equations carry reference.py's numbers.
 
     attend         blocks of queries against the W + block keys they can see: linear in T at fixed W
     mlstm          chunks of C steps: inside a chunk a masked matrix, between chunks the state
@@ -15,6 +15,8 @@ Equations carry reference.py's numbers.
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 import json
 import math
 import sys
@@ -46,23 +48,44 @@ def _in_float32(op):
     return call
 
 
+def _on_cuda(kernel, lowered: str):
+    """On CUDA the op is `kernel` of that module of kernels/, under autocast with its arguments called `lowered` in autocast's dtype;
+    elsewhere the decorated PyTorch. Bound by name, so that both have one signature."""
+    def decorate(op):
+        op_in_float32, signature = _in_float32(op), inspect.signature(op)
+
+        @functools.wraps(op)
+        def call(q, *args, **kwargs):
+            if not q.is_cuda:
+                return op_in_float32(q, *args, **kwargs)
+            given = signature.bind(q, *args, **kwargs)
+            if torch.is_autocast_enabled("cuda"):
+                dtype = torch.get_autocast_dtype("cuda")
+                given.arguments |= {n: given.arguments[n].to(dtype) for n in lowered.split() if given.arguments.get(n) is not None}
+            with torch.autocast("cuda", enabled=False):
+                return kernel(*given.args, **given.kwargs)
+        return call
+    return decorate
+
+
+def _kernel(module: str, name: str):
+    """A kernel of kernels/, imported when it is first called: importing fast.py needs no Triton."""
+    def call(*args, **kwargs):
+        return getattr(importlib.import_module(f"kernels.{module}"), name)(*args, **kwargs)
+    return call
+
+
+def _scan_kernel(q, k, v, log_a=None, *, state=None, segment=None, bonus=None):
+    """A decay per head goes by chunks of 64 steps, one per channel or a bonus by chunks of 16."""
+    if bonus is None and (log_a is None or log_a.ndim == 3):
+        return _kernel("chunkwise", "scan")(q, k, v, log_a, state=state, segment=segment)
+    return _kernel("delta", "scan")(q, k, v, log_a, state=state, segment=segment, bonus=bonus)
+
+
+@_on_cuda(_kernel("attend", "attend"), "q k v q_keep")
 def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, window: int | None = None, keep: int = 0,
            segment: Tensor | None = None, q_keep: Tensor | None = None, return_lse: bool = False, return_peak: bool = False):
-    """reference.attend, block by block: a block of queries reads only the keys its window can reach. On CUDA: kernels/attend.py, under
-    autocast in autocast's dtype."""
-    options = dict(window=window, keep=keep, segment=segment, return_lse=return_lse, return_peak=return_peak)
-    if not q.is_cuda:
-        return _attend_blocks(q, k, v, sink, q_keep=q_keep, **options)
-    import kernels.attend
-    if torch.is_autocast_enabled("cuda"):
-        q, k, v, q_keep = (x if x is None else x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v, q_keep))
-    with torch.autocast("cuda", enabled=False):
-        return kernels.attend.attend(q, k, v, sink, q_keep=q_keep, **options)
-
-
-@_in_float32
-def _attend_blocks(q, k, v, sink, *, window, keep, segment, q_keep, return_lse, return_peak):
-    """`attend` in PyTorch."""
+    """reference.attend, block by block: a block of queries reads only the keys its window can reach."""
     B, T, H, D = q.shape
     Hk, R = k.shape[2], H // k.shape[2]
     if sink is None and q_keep is None and not return_lse and not return_peak and (window is None or window >= T) and T > 1:
@@ -177,7 +200,7 @@ class _Attend(torch.autograd.Function):
         return dq, dk, dv, d_keep, None, None, None, None
 
 
-@_in_float32
+@_on_cuda(_kernel("chunkwise", "mlstm"), "q k v")
 def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, state: tuple[Tensor, ...] | None = None,
           segment: Tensor | None = None, normalizer: str = "floor", scale: float | None = None, m0: float = 0.0):
     """reference.mlstm, chunk by chunk. With F the running sum of logsigmoid(f) inside a chunk, (4) unrolls to
@@ -352,14 +375,14 @@ class _MLSTM(torch.autograd.Function):
         return dq, dk, dv, di, dg, dC, dn, dc[0].sum(-1), None, None, None, None
 
 
-@_in_float32
+@_on_cuda(_scan_kernel, "q k v")
 def scan(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None = None, *, state: Tensor | None = None,
          segment: Tensor | None = None, bonus: Tensor | None = None):
     """reference.scan, chunk by chunk: (8)."""
     return _chunked(q, k, v, log_a, None, None, state, segment, bonus)
 
 
-@_in_float32
+@_on_cuda(_kernel("delta", "delta"), "q k v b c")
 def delta(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None, b: Tensor, c: Tensor, *, state: Tensor | None = None,
           segment: Tensor | None = None):
     """reference.delta, chunk by chunk: (9), (10)."""
@@ -499,9 +522,9 @@ def allowed(dtype: torch.dtype, exact: Tensor, same: Tensor | None = None, times
     return budget if same is None else max(budget, times * rms(same.detach().double() - exact.double()))
 
 
-def outputs_and_gradients(module, name: str, tensors: dict, options: dict, dtype: torch.dtype, device=None):
+def outputs_and_gradients(module, name: str, tensors: dict, options: dict, dtype: torch.dtype, device=None, rounding=torch.float64):
     """What an op of reference or fast gives, and the gradients of a fixed random loss of it with respect to all float tensors;
-    those called C, n, m are the initial state."""
+    those called C, n, m are the initial state. The loss's own gradient is rounded to `rounding` first."""
     leaves = {n: x.to(device, dtype).requires_grad_() for n, x in tensors.items()}
     arguments = {n: x for n, x in leaves.items() if n not in ("C", "n", "m")}
     if "C" in leaves:
@@ -509,7 +532,7 @@ def outputs_and_gradients(module, name: str, tensors: dict, options: dict, dtype
     options = {n: x.to(device) if torch.is_tensor(x) else x for n, x in options.items()}
     out = getattr(module, name)(**arguments, **options)
     out = [out] if torch.is_tensor(out) else [x for part in out for x in (part if isinstance(part, tuple) else [part])]
-    loss = sum((x * _normal(j, *x.shape).to(x)).masked_fill(x.isinf(), 0).sum() for j, x in enumerate(out))
+    loss = sum((x * _normal(j, *x.shape).to(rounding).to(x)).masked_fill(x.isinf(), 0).sum() for j, x in enumerate(out))
     return out, torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True) if loss.requires_grad else []
 
 
@@ -554,12 +577,13 @@ def check(device: torch.device) -> bool:
             tensors |= {"q": tensors["q"].abs(), "k": tensors["k"].abs()}
         for dtype in dtypes:
             rounded = {n: x.to(dtype) for n, x in tensors.items()}
-            exact = outputs_and_gradients(reference, name, rounded, options, torch.float64)
-            got, same = (outputs_and_gradients(m, name, rounded, options, dtype, device) for m in (sys.modules[__name__], reference))
+            exact = outputs_and_gradients(reference, name, rounded, options, torch.float64, rounding=dtype)
+            got, same = (outputs_and_gradients(m, name, rounded, options, dtype, device, dtype) for m in (sys.modules[__name__], reference))
             for of, part, times in (("outputs", 0, 2), ("gradients", 1, 3)):
                 worst = (0.0, 0.0, 0.0, -1.0)
                 for x, y, z in zip(got[part], exact[part], same[part], strict=True):
                     finite = ~y.isinf()
+                    z = z.to(x.dtype)  # reference.py's recurrences give float32 for any input
                     x, y, z = x.detach().cpu()[finite].double(), y.detach()[finite], z.detach().cpu()[finite]
                     error, limit = rms(x - y), allowed(dtype, y, z, times)
                     share = error / limit if limit else math.inf if error else 0.0

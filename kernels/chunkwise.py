@@ -19,9 +19,10 @@ s < u <= t, plus i_s (added up as it is: no difference of two sums, which a stro
     _states     chunk after chunk, a tile of C: the state before every chunk
     _outputs    parallel over chunks and query heads: o
     _dstates    chunk after chunk backwards, a tile of C: the gradient of the state after every chunk
-    _dq, _dkv   parallel over chunks: dq; dk, dv and the gates' gradients
+    _dq, _dkv   parallel over chunks: dq and the gates' gradients; dk, dv
 
-C before and dC after every chunk stay in memory for the length of a pass: T / L D Dv numbers a head, in bfloat16 if the inputs are.
+C before and dC after every chunk stay in memory for the length of a pass: T / L D Dv numbers a state head, in bfloat16 if the inputs are;
+so do s / den and e d s in the backward pass: 2 T L numbers a query head, in the inputs' dtype.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def config(kernel: str, D: int, size: int) -> tuple[int, int, int, int]:
     if size == 4:
         return min(D, 64), min(D, 32), 4, 1
     if kernel in ("states", "dstates"):
-        return min(D, 64), min(D, 64), 4, 2
-    return min(D, 128), min(D, 64 if D == 256 else 128), 8, 1
+        return min(D, 64), min(D, 32), 4, 2
+    return min(D, 64), min(D, 128 if kernel == "outputs" else 64), 8, 1
 
 
 def chunk(size: int) -> int:
@@ -102,6 +103,16 @@ def _weights(g, i, m, document, at, document_at, L: tl.constexpr):
         top = tl.load(m + at + t)
         x -= tl.where(top == float("-inf"), 0.0, top)[:, None]
     return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def _into_state(x, y, acc):
+    """acc + x^T y with x (float32) in two parts of y's dtype, so that a state stays as exact as float32."""
+    high = x.to(y.dtype)
+    acc = tl.dot(tl.trans(high), y, acc, input_precision="ieee")
+    if y.dtype != tl.float32:
+        acc = tl.dot(tl.trans((x - high.to(tl.float32)).to(y.dtype)), y, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
@@ -188,7 +199,7 @@ def _states(k, v, w, c, C0, n0, Cs, ns, C1, n1, k_strides, v_strides, T, Hs, N, 
         if n0 is not None:
             tl.store(ns + (head * N + n) * D + d, norm, mask=d + e0 * D < D)  # the first tiles of columns
             norm = norm * decay + tl.sum(written, 0)
-        C = tl.dot(tl.trans(written.to(values.dtype)), values, C * decay, input_precision="ieee")
+        C = _into_state(written, values, C * decay)
     tl.store(C1 + head * D * Dv + at, C, mask=(e < Dv)[None, :])
     if n0 is not None:
         tl.store(n1 + head * D + d, norm, mask=d + e0 * D < D)  # the first tiles of columns
@@ -251,15 +262,6 @@ def _delta(o, do, delta, do_strides, T, Hs, R, N, Dv, BV: tl.constexpr, L: tl.co
     tl.store(delta + (batch * H + head) * N * L + t0 + tl.arange(0, L), total)
 
 
-@triton.jit
-def _upstream(do, inverse, at, t0, T, stride, e0, Dv, L: tl.constexpr, BV: tl.constexpr):
-    """d num of a chunk, columns e0 to e0 + BV, in d o's dtype."""
-    x = _tile(do, t0, T, stride, e0, Dv, L, BV)
-    if inverse is not None:
-        x = (x.to(tl.float32) * tl.load(inverse + at + tl.arange(0, L))[:, None]).to(x.dtype)
-    return x
-
-
 @triton.jit(do_not_specialize=["T", "N"])
 def _dstates(q, do, c, inverse, dden, C0, ns, dC1, dn1, dCs, dns, dC0, dn0, inner, q_strides, do_strides, T, Hs, R, N, Dv, scale,
              D: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, L: tl.constexpr):
@@ -290,35 +292,20 @@ def _dstates(q, do, c, inverse, dden, C0, ns, dC1, dn1, dCs, dns, dC0, dn0, inne
             head = h * R + r
             row = (state * R + r) * N * L + n * L
             x = _tile(q + batch * q_strides[0] + head * q_strides[2], n * L, T, q_strides[1], d0, D, L, BD).to(tl.float32) * carry[:, None]
-            y = _upstream(do + batch * do_strides[0] + head * do_strides[2], inverse, row, n * L, T, do_strides[1], e0, Dv, L, BV)
-            dC = tl.dot(tl.trans(x.to(y.dtype)), y, dC, input_precision="ieee")
             if dn1 is not None:
                 dn += tl.sum(x * tl.load(dden + row + t)[:, None], 0)
+                x = x * tl.load(inverse + row + t)[:, None]
+            y = _tile(do + batch * do_strides[0] + head * do_strides[2], n * L, T, do_strides[1], e0, Dv, L, BV)
+            dC = _into_state(x, y, dC)
     tl.store(dC0 + state * D * Dv + at, dC, mask=(e < Dv)[None, :])
     if dn1 is not None:
         tl.store(dn0 + state * D + d, dn, mask=d + e0 * D < D)  # the first tiles of columns
 
 
-@triton.jit
-def _score_gradients(q, k, v, do, q_stride, k_stride, v_stride, do_stride, inverse, dden, row, t0, T, Dv,
-                     D: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, L: tl.constexpr):
-    """q k^T, unscaled, and d s of a chunk, (L, L) each."""
-    scores, ds = tl.zeros([L, L], tl.float32), tl.zeros([L, L], tl.float32)
-    for d0 in tl.static_range(0, D, BD):
-        scores = tl.dot(_tile(q, t0, T, q_stride, d0, D, L, BD), tl.trans(_tile(k, t0, T, k_stride, d0, D, L, BD)), scores,
-                        input_precision="ieee")
-    for e0 in range(0, Dv, BV):
-        ds = tl.dot(_upstream(do, inverse, row, t0, T, do_stride, e0, Dv, L, BV), tl.trans(_tile(v, t0, T, v_stride, e0, Dv, L, BV)), ds,
-                    input_precision="ieee")
-    if dden is not None:
-        ds += tl.load(dden + row + tl.arange(0, L))[:, None]
-    return scores, ds
-
-
 @triton.jit(do_not_specialize=["T", "N"])
-def _dq(q, k, v, do, g, i, m, c, document, Cs, ns, inverse, dden, dq, dc, q_strides, k_strides, v_strides, do_strides,
+def _dq(q, k, v, do, g, i, m, c, document, Cs, ns, inverse, dden, dq, dc, di, dg, scores, dscores, q_strides, k_strides, v_strides, do_strides,
         T, Hs, R, N, Dv, scale, D: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, L: tl.constexpr):
-    """d q of a chunk of one query head, and d log c_t."""
+    """Of a chunk of one query head: d q; d log c_t; s / den and e d s for `_dkv`; of d log e the sums over t and over s < u <= t."""
     pid = tl.program_id(0)
     r, n = pid % R, pid // R % N
     h, batch = (pid // R // N % Hs).to(tl.int64), (pid // R // N // Hs).to(tl.int64)
@@ -329,46 +316,59 @@ def _dq(q, k, v, do, g, i, m, c, document, Cs, ns, inverse, dden, dq, dc, q_stri
     do += batch * do_strides[0] + head * do_strides[2]
     t = tl.arange(0, L)
     step, row = (state * N + n) * L, (state * R + r) * N * L + t0
+    e = _weights(g, i, m, document, step, (batch * N + n) * L, L) * scale
+    s = tl.zeros([L, L], tl.float32)
+    for d0 in tl.static_range(0, D, BD):
+        s = tl.dot(_tile(q, t0, T, q_strides[1], d0, D, L, BD), tl.trans(_tile(k, t0, T, k_strides[1], d0, D, L, BD)), s,
+                   input_precision="ieee")
+    s = s * e
+    at = row * L + t[:, None] * L + t[None, :]
     ds = tl.zeros([L, L], tl.float32)
     for e0 in range(0, Dv, BV):
-        ds = tl.dot(_upstream(do, inverse, row, t0, T, do_strides[1], e0, Dv, L, BV),
-                    tl.trans(_tile(v, t0, T, v_strides[1], e0, Dv, L, BV)), ds, input_precision="ieee")
-    if dden is not None:
-        ds += tl.load(dden + row + t)[:, None]
-    ds = ds * _weights(g, i, m, document, step, (batch * N + n) * L, L)                          # (7')
-    carry = tl.load(c + step + t)
+        ds = tl.dot(_tile(do, t0, T, do_strides[1], e0, Dv, L, BV), tl.trans(_tile(v, t0, T, v_strides[1], e0, Dv, L, BV)), ds,
+                    input_precision="ieee")
+    if inverse is not None:
+        over = tl.load(inverse + row + t)[:, None]
+        tl.store(scores + at, (s * over).to(scores.dtype.element_ty))
+        ds = ds * over + tl.load(dden + row + t)[:, None]                                        # (7')
+    else:
+        tl.store(scores + at, s.to(scores.dtype.element_ty))
+    s = s * ds  # d log e
+    tl.store(di + row + t, tl.sum(s, 0))
+    before = tl.cumsum(s, 1) - s  # in column u the sum over s < u
+    tl.store(dg + row + t, tl.sum(tl.where(t[:, None] >= t[None, :], before, 0.0), 0))
+    ds = (ds * e).to(dscores.dtype.element_ty)
+    tl.store(dscores + at, ds)
+    carry = tl.load(c + step + t) * scale
     moved = tl.zeros([L], tl.float32)
     H = Hs * R
     for d0 in tl.static_range(0, D, BD):
-        old = tl.zeros([L, BD], tl.float32)
+        new = tl.zeros([L, BD], tl.float32)
         for e0 in range(0, Dv, BV):
             C = _matrix(Cs + (state * N + n) * D * Dv, d0, e0, Dv, BD, BV)
-            old = tl.dot(_upstream(do, inverse, row, t0, T, do_strides[1], e0, Dv, L, BV).to(C.dtype), tl.trans(C), old, input_precision="ieee")
-        if dden is not None:
-            old += tl.load(dden + row + t)[:, None] * tl.load(ns + (state * N + n) * D + d0 + tl.arange(0, BD))[None, :]
-        old = old * carry[:, None]
-        moved += tl.sum(old * _tile(q, t0, T, q_strides[1], d0, D, L, BD).to(tl.float32), 1)
-        keys = _tile(k, t0, T, k_strides[1], d0, D, L, BD)
-        new = tl.dot(ds.to(keys.dtype), keys, old, input_precision="ieee") * scale
+            new = tl.dot(_tile(do, t0, T, do_strides[1], e0, Dv, L, BV).to(C.dtype), tl.trans(C), new, input_precision="ieee")
+        if inverse is not None:
+            new = new * tl.load(inverse + row + t)[:, None] + tl.load(dden + row + t)[:, None] * tl.load(ns + (state * N + n) * D + d0 + tl.arange(0, BD))[None, :]
+        new = new * carry[:, None]
+        moved += tl.sum(new * _tile(q, t0, T, q_strides[1], d0, D, L, BD).to(tl.float32), 1)
+        new = tl.dot(ds, _tile(k, t0, T, k_strides[1], d0, D, L, BD), new, input_precision="ieee")
         _put(dq + (batch * T * H + head) * D, t0, T, H * D, d0, D, new, L, BD)
-    tl.store(dc + row + t, moved * scale)
+    tl.store(dc + row + t, moved)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
-def _dkv(q, k, v, do, g, i, m, w, document, inverse, dden, dCs, dns, dk, dv, di, dg, into, q_strides, k_strides, v_strides, do_strides,
-         T, Hs, R, N, Dv, scale, D: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, L: tl.constexpr):
-    """d k, d v of a chunk of one state head; of the gates: the sums of d log e over t and over s < u <= t, and d log e_Ls' own part."""
+def _dkv(q, k, v, do, w, scores, dscores, dCs, dns, dk, dv, into, q_strides, k_strides, v_strides, do_strides,
+         T, Hs, R, N, Dv, D: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, L: tl.constexpr):
+    """d k, d v of a chunk of one state head, and what the new state asks of log e_Ls."""
     batch, h, n = _program(N, Hs)
     state, t0 = batch * Hs + h, n * L
     k += batch * k_strides[0] + h * k_strides[2]
     v += batch * v_strides[0] + h * v_strides[2]
     t = tl.arange(0, L)
-    step = (state * N + n) * L
-    e = _weights(g, i, m, document, step, (batch * N + n) * L, L)
-    weight = tl.load(w + step + t)
+    weight = tl.load(w + (state * N + n) * L + t)
     moved = tl.zeros([L], tl.float32)
-    de = tl.zeros([L, L], tl.float32)
     dCs += (state * N + n) * D * Dv
+    square = t[None, :] * L + t[:, None]  # transposed
     for d0 in tl.static_range(0, D, BD):
         new = tl.zeros([L, BD], tl.float32)
         for e0 in range(0, Dv, BV):
@@ -379,37 +379,22 @@ def _dkv(q, k, v, do, g, i, m, w, document, inverse, dden, dCs, dns, dk, dv, di,
         moved += tl.sum(new * _tile(k, t0, T, k_strides[1], d0, D, L, BD).to(tl.float32), 1)
         new = new * weight[:, None]
         for r in range(R):
-            head = h * R + r
-            one = q + batch * q_strides[0] + head * q_strides[2]
-            scores, ds = _score_gradients(one, k, v, do + batch * do_strides[0] + head * do_strides[2], q_strides[1], k_strides[1],
-                                          v_strides[1], do_strides[1], inverse, dden, (state * R + r) * N * L + t0, t0, T, Dv, D, BD, BV, L)
-            ds = ds * (e * scale)
-            if d0 == 0:
-                de += ds * scores
-            x = _tile(one, t0, T, q_strides[1], d0, D, L, BD)
-            new = tl.dot(tl.trans(ds.to(x.dtype)), x, new, input_precision="ieee")
+            x = _tile(q + batch * q_strides[0] + (h * R + r) * q_strides[2], t0, T, q_strides[1], d0, D, L, BD)
+            ds = tl.load(dscores + ((state * R + r) * N * L + t0) * L + square)
+            new = tl.dot(ds, x, new, input_precision="ieee")
         _put(dk + (batch * T * Hs + h) * D, t0, T, Hs * D, d0, D, new, L, BD)
     for e0 in range(0, Dv, BV):
-        new = tl.zeros([L, BV], tl.float32)
+        dV = tl.zeros([L, BV], tl.float32)
         for d0 in tl.static_range(0, D, BD):
             dC = _matrix(dCs, d0, e0, Dv, BD, BV)
-            new = tl.dot(_tile(k, t0, T, k_strides[1], d0, D, L, BD).to(dC.dtype), dC, new, input_precision="ieee")
-        new = new * weight[:, None]
+            dV = tl.dot(_tile(k, t0, T, k_strides[1], d0, D, L, BD).to(dC.dtype), dC, dV, input_precision="ieee")
+        dV = dV * weight[:, None]
         for r in range(R):
-            head = h * R + r
             row = (state * R + r) * N * L + t0
-            scores = tl.zeros([L, L], tl.float32)
-            for d0 in tl.static_range(0, D, BD):
-                scores = tl.dot(_tile(q + batch * q_strides[0] + head * q_strides[2], t0, T, q_strides[1], d0, D, L, BD),
-                                tl.trans(_tile(k, t0, T, k_strides[1], d0, D, L, BD)), scores, input_precision="ieee")
-            y = _upstream(do + batch * do_strides[0] + head * do_strides[2], inverse, row, t0, T, do_strides[1], e0, Dv, L, BV)
-            new = tl.dot(tl.trans((scores * (e * scale)).to(y.dtype)), y, new, input_precision="ieee")
-        _put(dv + (batch * T * Hs + h) * Dv, t0, T, Hs * Dv, e0, Dv, new, L, BV)
-    tl.store(into + step + t, moved * weight)
-    tl.store(di + step + t, tl.sum(de, 0))
-    # row u of the sums over s < u: de's columns added up, the own one left out; then all t >= u
-    before = tl.cumsum(de, 1) - de
-    tl.store(dg + step + t, tl.sum(tl.where(t[:, None] >= t[None, :], before, 0.0), 0))
+            y = _tile(do + batch * do_strides[0] + (h * R + r) * do_strides[2], t0, T, do_strides[1], e0, Dv, L, BV)
+            dV = tl.dot(tl.load(scores + row * L + square), y, dV, input_precision="ieee")
+        _put(dv + (batch * T * Hs + h) * Dv, t0, T, Hs * Dv, e0, Dv, dV, L, BV)
+    tl.store(into + (state * N + n) * L + t, moved * weight)
 
 
 # ----------------------------------------------------------------------------- autograd
@@ -512,17 +497,18 @@ class _Chunkwise(torch.autograd.Function):
             launch(_dstates, B * Hs * tiles, q, do, c, inverse, dden, Cs, ns, dC, dn, dCs, dns, dC0, dn0, inner, strides(q), strides(do),
                    T, Hs, R, N, Dv, scale, D, BD, BV, L, num_warps=warps, num_stages=stages)
             dq, dk, dv = (common.empty(x.shape, x.dtype, x.device) for x in (q, k, v))
-            dc = common.empty((B, H, N * L), **new)
+            dc, di, dg = (common.empty((B, H, N * L), **new) for _ in range(3))
+            scores, dscores = (common.empty((B, H, N * L, L), q.dtype, q.device) for _ in range(2))
             BD, BV, warps, stages = config("dq", D, size)
-            launch(_dq, B * H * N, q, k, v, do, g, i, m, c, document, Cs, ns, inverse, dden, dq, dc, strides(q), strides(k), strides(v),
-                   strides(do), T, Hs, R, N, Dv, scale, D, BD, BV, L, num_warps=warps, num_stages=stages)
-            di, dg, into = (common.empty(g.shape, **new) for _ in range(3))
+            launch(_dq, B * H * N, q, k, v, do, g, i, m, c, document, Cs, ns, inverse, dden, dq, dc, di, dg, scores, dscores, strides(q),
+                   strides(k), strides(v), strides(do), T, Hs, R, N, Dv, scale, D, BD, BV, L, num_warps=warps, num_stages=stages)
+            into = common.empty(g.shape, **new)
             BD, BV, warps, stages = config("dkv", D, size)
-            launch(_dkv, B * Hs * N, q, k, v, do, g, i, m, w, document, inverse, dden, dCs, dns, dk, dv, di, dg, into, strides(q), strides(k),
-                   strides(v), strides(do), T, Hs, R, N, Dv, scale, D, BD, BV, L, num_warps=warps, num_stages=stages)
+            launch(_dkv, B * Hs * N, q, k, v, do, w, scores, dscores, dCs, dns, dk, dv, into, strides(q), strides(k), strides(v),
+                   strides(do), T, Hs, R, N, Dv, D, BD, BV, L, num_warps=warps, num_stages=stages)
         # what the gates get of the state that a chunk hands on
         by_chunk = (B, Hs, N, L)
-        dc = dc.view(B, Hs, R, N, L).sum(2)
+        dc, di, dg = (x.view(B, Hs, R, N, L).sum(2) for x in (dc, di, dg))
         dc[..., -1] += c.view(by_chunk)[..., -1] * inner.sum(-1)
         own = into.view(by_chunk)  # d log e_Ls
         if passed:  # the m handed on is the greatest exponent of the chunk's last row, or the old m (a document's m0) decayed
@@ -534,9 +520,9 @@ class _Chunkwise(torch.autograd.Function):
             dms = torch.cat([through[..., 1:], torch.ones_like(through[..., :1])], -1).flip(-1).cumprod(-1).flip(-1) * dm_[..., None]
             own = own.scatter_add(-1, top, torch.where(decayed, 0, dms)[..., None])
             dc[..., -1] += torch.where(through, dms, 0)
-        di = di.view(by_chunk) + own
+        di = di + own
         # d log e_Ls passes every decay after s
-        dg = dg.view(by_chunk) + F.pad(own.cumsum(-1)[..., :-1], (1, 0)) + dc.flip(-1).cumsum(-1).flip(-1)
+        dg = dg + F.pad(own.cumsum(-1)[..., :-1], (1, 0)) + dc.flip(-1).cumsum(-1).flip(-1)
         if passed and fresh is not None:
             d = document.view(B, 1, N, L)
             since = (d == d[..., -1:]) & ends[..., None]
@@ -636,7 +622,7 @@ def launches(D: int, dtype: str):
             off = set() if "mlstm" in words else {"i", "m", "n0", "n1", "ns", "top", "den", "inverse", "dden", "dn1", "dns", "dn0"}
             off |= set() if "document" in words else {"document"}
             constants = {"D": D, "BD": BD, "BV": BV, "L": chunk(size), "BN": 256, "PLAIN": False} | dict.fromkeys(off)
-            types = dict.fromkeys(("q", "k", "v", "o", "do", "dq", "dk", "dv", "Cs", "dCs"), "*" + dtype)
+            types = dict.fromkeys(("q", "k", "v", "o", "do", "dq", "dk", "dv", "Cs", "dCs", "scores", "dscores"), "*" + dtype)
             types |= dict.fromkeys(("T", "Hs", "R", "N", "Dv"), "i32") | {"document": "*i32", "scale": "fp32"}
             types |= {x + "_strides": "strides" for x in ("q", "k", "v", "do")}
             if name == "dstates":
