@@ -6,6 +6,7 @@ float32 sums and states. Equations carry reference.py's numbers.
     attend         blocks of queries against the W + block keys they can see: linear in T at fixed W
     mlstm          chunks of C steps: inside a chunk a masked matrix, between chunks the state
     scan, delta    the same, for the other recurrences
+    ..._step       one token, through the ring and the state
     distill_loss   slices of the vocabulary: never all logits
 
     python fast.py              # check every op against float64, then time it beside its peers
@@ -404,6 +405,12 @@ def _chunked(q, k, v, log_a, b, c, state, segment, bonus):
         o, state = quadratic(*part, state=state, segment=None if segment is None else segment[:, a : a + size], bonus=bonus)
         out.append(o)
     return torch.cat(out, 1), state
+
+
+# one token: PyTorch does it as reference.py does, on CUDA each is one launch
+attend_step = _on_cuda(_kernel("step", "attend_step"), "q k v q_keep")(reference.attend_step)
+mlstm_step = _on_cuda(_kernel("step", "mlstm_step"), "")(reference.mlstm_step)
+bifocal_step = _on_cuda(_kernel("step", "bifocal_step"), "q k v q_keep")(reference.bifocal_step)
 
 
 def distill_loss(hidden: Tensor, weight: Tensor, target, labels: Tensor | None = None, *, ce: float = 0.0,

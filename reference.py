@@ -208,6 +208,34 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, windo
     return (o, lse, peak) if return_peak else (o, lse) if return_lse else o
 
 
+def slot_positions(seen: Tensor, keep: int, slots: int) -> Tensor:
+    """Position that each slot of the cache holds after `seen` (B) tokens, (B, N + slots); -1 where empty.
+
+    Sink slot s holds s. Ring slot j holds the newest p < seen with p >= N and (p - N) mod slots = j.
+    """
+    sinks = torch.arange(keep, device=seen.device).expand(len(seen), -1)
+    sinks = torch.where(sinks < seen[:, None], sinks, -1)
+    last = seen[:, None] - 1
+    ring = last - (last - keep - torch.arange(slots, device=seen.device)) % slots
+    return torch.cat([sinks, torch.where(ring >= keep, ring, -1)], 1)
+
+
+def attend_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, position: Tensor, sink: Tensor | None = None, *,
+                keep: int = 0, q_keep: Tensor | None = None) -> Tensor:
+    """`attend` for one token of each row, through the ring that holds the tokens before it: (1), (2), (3).
+
+    q, q_keep (B, 1, H, D); k, v (B, 1, Hk, D); keys, values (B, N+W, Hk, D), see `layer_cache`, updated in place; position (B): the
+    token's, -1 in a padded row, which writes nothing and gets o = 0. k and v are rounded to the cache's dtype before any use.
+    Returns o (B, 1, H, D).
+    """
+    rows, slots = torch.arange(len(q), device=q.device), keys.shape[1] - keep
+    slot = torch.where(position < keep, position.clamp(min=0), keep + (position - keep) % slots)
+    for cache, new in ((keys, k), (values, v)):
+        cache[rows, slot] = torch.where((position >= 0)[:, None, None], new[:, 0].to(cache.dtype), cache[rows, slot])
+    held = slot_positions(position + 1, keep, slots)                             # (B, N+W), all in reach
+    return attend_masked(q, keys.to(q.dtype), values.to(q.dtype), (held >= 0)[:, None], sink, q_keep=q_keep, kept=held < keep)[0]
+
+
 # ----------------------------------------------------------------------------- ops: far
 
 
@@ -262,6 +290,30 @@ def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, state: tuple
         out.append(num / den[..., None])                                                   # (7)
     o = torch.stack(out, 1).reshape(B, T, H, v.shape[-1]) if out else q.new_zeros(B, 0, H, v.shape[-1])
     return o, (C, n, m)
+
+
+def mlstm_step(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, C: Tensor, n: Tensor, m: Tensor, *,
+               position: Tensor | None = None, normalizer: str = "floor", scale: float | None = None) -> Tensor:
+    """`mlstm` for one token of each row: (4)-(7), with C, n, m updated in place.
+
+    q (B, 1, H, D); k (B, 1, Hs, D); i, f (B, 1, Hs); v (B, 1, Hs, D), or with fewer heads, each read by as many states in a row;
+    position (B): -1 in a padded row, whose state stays and whose o is 0. Returns o (B, 1, H, D).
+    """
+    v = v.repeat_interleave(C.shape[1] // v.shape[2], 2)
+    o, state = mlstm(q, k, v, i, f, state=(C, n, m), normalizer=normalizer, scale=scale)
+    live = torch.ones(len(q), dtype=torch.bool, device=q.device) if position is None else position >= 0
+    for old, new in zip((C, n, m), state):
+        old.copy_(torch.where(live.reshape(-1, *[1] * (old.ndim - 1)), new, old))
+    return torch.where(live[:, None, None, None], o, 0)
+
+
+def bifocal_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, position: Tensor, q_far: Tensor, k_far: Tensor, i: Tensor,
+                 f: Tensor, C: Tensor, n: Tensor, m: Tensor, gate: Tensor, sink: Tensor | None = None, *, keep: int = 0,
+                 q_keep: Tensor | None = None, normalizer: str = "floor", scale: float | None = None) -> Tensor:
+    """`attend_step` and `mlstm_step` of one token, mixed by gate (B, 1, H): o = g far + (1-g) near, (11). v is both sides'."""
+    near = attend_step(q, k, v, keys, values, position, sink, keep=keep, q_keep=q_keep)
+    far = mlstm_step(q_far, k_far, v, i, f, C, n, m, position=position, normalizer=normalizer, scale=scale)
+    return gate[..., None] * far.to(q.dtype) + (1 - gate[..., None]) * near                  # (11)
 
 
 def mlstm_denominator(den: Tensor, m: Tensor, normalizer: str) -> Tensor:
@@ -954,13 +1006,8 @@ class FarBranch(nn.Module):
             k, v = self.leaving(k, v, context, cache)
         if row.state_per == "query":
             k, v, k_raw = (y.repeat_interleave(shape.heads // shape.kv_heads, dim=2) for y in (k, v, k_raw))
-        q, k = self.features(q, "map_q"), self.features(k, "map_k")
-        if row.rotary == "after":
-            q, k = rotate(q, context.rotary), rotate(k, context.rotary)
-        if row.scaled:
-            q = q * shape.head_dim**-0.5
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        q, k = self.mapped(q, k, context)
+        v = v.to(q.dtype)
         padded = None if context.position is None else context.position < 0
         if row.recurrence == "mlstm":
             o, state = self.mlstm(q, k, v, x_decay, x_write, padded, context, cache)
@@ -993,13 +1040,26 @@ class FarBranch(nn.Module):
 
     def mlstm(self, q, k, v, x_decay, x_write, padded, context, cache):
         """(4)-(7); a padded step neither decays nor writes."""
-        i = 15 * torch.tanh(self.input_gate(x_write) / 15)  # soft-capped, so that exp(i) stays in range
-        f = self.forget_gate(x_decay)
+        i, f = self.gates(x_write, x_decay)
         if padded is not None:
             i, f = i.masked_fill(padded[..., None], -math.inf), f.masked_fill(padded[..., None], math.inf)
         o, state = self.ops.mlstm(q, k, v, i, f, state=None if cache is None else (cache["C"], cache["n"], cache["m"]),
                                   segment=context.segment, normalizer=self.row.normalizer, scale=1.0)
         return o, dict(zip("Cnm", state))
+
+    def gates(self, x_write, x_decay):
+        """i and f of the mLSTM, (B, T, Hs) each; i is soft-capped, so that exp(i) stays in range."""
+        return 15 * torch.tanh(self.input_gate(x_write) / 15), self.forget_gate(x_decay)
+
+    def mapped(self, q, k, context):
+        """q and k (its heads repeated already) as the state reads and writes them, in float32 at least."""
+        q, k = self.features(q, "map_q"), self.features(k, "map_k")
+        if self.row.rotary == "after":
+            q, k = rotate(q, context.rotary), rotate(k, context.rotary)
+        if self.row.scaled:
+            q = q * self.shape.head_dim**-0.5
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        return q.to(dtype), k.to(dtype)
 
     def linear(self, q, k, v, k_raw, x_decay, x_write, padded, context, cache):
         """(8) or (9): the gates, then the recurrence. The normaliser is one more column of the state. Also returns the k written."""
@@ -1129,6 +1189,9 @@ class Attention(nn.Module):
             self.sink = nn.Parameter(torch.zeros(H))
         if row.far:
             self.far = FarBranch(shape, row.far, window, row.keep, layer, self.ops)
+        far = row.far or Far()
+        self.fused = row.mix == "gate" and far.recurrence == "mlstm" and not far.value_residual and (  # one token is one op: `step`
+            far.inputs, far.extra, far.output_norm, far.output_gate) == ("x", "none", "none", "none")
         if row.mix == "gate":
             self.mix_gate = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(H, 3 * D)),
                                               "bias": nn.Parameter(torch.zeros(H))})
@@ -1147,6 +1210,8 @@ class Attention(nn.Module):
         part of LoLCATs' definition, not a stabiliser.
         """
         row = self.row
+        if self.fused and cache is not None and x.shape[1] == 1:
+            return self.step(x, context, cache)
         projected = None if row.window is False and row.far.inputs in SHIFTS else self.project(x, x, x)
         if row.far:  # first: it reads the ring before the window writes it
             o, den = self.far(x, projected, self, context, cache)
@@ -1170,6 +1235,22 @@ class Attention(nn.Module):
             far, den = far * (1 - gamma[:, None]), den * (1 - gamma[:, None])
         return ((weight * near + far) / (weight + den).clamp(min=torch.finfo(den.dtype).tiny)).to(x.dtype)    # (12)
 
+    def step(self, x: Tensor, context: Context, cache: dict[str, Tensor]) -> Tensor:
+        """`read` of one token of a gated window and mLSTM: all of it is one op."""
+        far = self.far.row
+        q, k, v = self.project(x, x, x)
+        q, k = self.normalise(q, k)
+        g, (i, f) = self.gate(q, k, v), self.far.gates(x, x)
+        near = rotate(q, context.rotary), rotate(k, context.rotary)
+        q_keep = rotate(q, context.rotary_keep) if context.rotary_keep else None
+        if far.rotary == "before":
+            q, k = near
+        if far.state_per == "query":
+            k = k.repeat_interleave(self.shape.heads // self.shape.kv_heads, dim=2)
+        return self.ops.bifocal_step(*near, v, cache["k"], cache["v"], context.position[:, 0], *self.far.mapped(q, k, context), i, f,
+                                     cache["C"], cache["n"], cache["m"], g, self.sink if self.row.learned_sink else None,
+                                     keep=self.row.keep, q_keep=q_keep, normalizer=far.normalizer, scale=1.0)
+
     def project(self, x_q: Tensor, x_k: Tensor, x_v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, T, H, D), k and v (B, T, Hk, D) of three inputs (B, T, E)."""
         return tuple(proj(x).unflatten(-1, (-1, self.shape.head_dim))
@@ -1190,6 +1271,8 @@ class Attention(nn.Module):
             o = self.ops.attend(q, k, v, sink, window=self.window, keep=row.keep, segment=context.segment, q_keep=q_keep,
                                 return_peak=shared)
             return o if shared else (o, None, None)
+        if q.shape[1] == 1 and not shared:
+            return self.ops.attend_step(q, k, v, cache["k"], cache["v"], context.position[:, 0], sink, keep=row.keep, q_keep=q_keep), None, None
         k, v = k.to(cache["k"].dtype), v.to(cache["v"].dtype)
         rows, slots, steps = context.write
         if q.shape[1] == 1:  # one token: write it, then read the ring as it is
@@ -1312,6 +1395,8 @@ class Decoder(nn.Module):
         slots = cache.layers[0]["k"].shape[1] - N
         if self.row.window is None and int((cache.seen + length).max()) > slots:
             raise UserError(f"the cache of {self.row.name} has room for {slots} tokens, not for {int((cache.seen + length).max())}")
+        if T == 1 and self.row.mix not in SHARED:  # `attend_step` needs no more, and asks nothing of the device
+            return context
         enters = (context.position >= 0) & ((step < N) | (step >= (cache.seen + length)[:, None] - slots))
         rows, steps = enters.nonzero(as_tuple=True)
         p = step[rows, steps]
@@ -1354,18 +1439,6 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, **kwargs) -> Tensor:
         """tokens (B, T) -> logits (B, T, V); the keyword arguments of `hidden`."""
         return self.head(self.hidden(tokens, **kwargs))
-
-
-def slot_positions(seen: Tensor, keep: int, slots: int) -> Tensor:
-    """Position that each slot of the cache holds after `seen` (B) tokens, (B, N + slots); -1 where empty.
-
-    Sink slot s holds s. Ring slot j holds the newest p < seen with p >= N and (p - N) mod slots = j.
-    """
-    sinks = torch.arange(keep, device=seen.device).expand(len(seen), -1)
-    sinks = torch.where(sinks < seen[:, None], sinks, -1)
-    last = seen[:, None] - 1
-    ring = last - (last - keep - torch.arange(slots, device=seen.device)) % slots
-    return torch.cat([sinks, torch.where(ring >= keep, ring, -1)], 1)
 
 
 def build(shape: Shape, variant: str | Variant, budget: int | None = None, window: int | None = None, ops=None) -> Decoder:

@@ -3,10 +3,10 @@
     python fast.py --compile    # registers, spilled bytes and shared memory of every kernel, compiled without a GPU
 """
 
-from . import attend, chunkwise, delta
+from . import attend, chunkwise, delta, step
 from .common import SHARED, usage
 
-OPS = (attend, chunkwise, delta)
+OPS = (attend, chunkwise, delta, step)
 
 
 def every_launch(op, D: int, dtype: str, fullest: bool):
