@@ -694,12 +694,12 @@ def peers(name: str, size: tuple, window: int | None, device: torch.device, dtyp
         found["ours"] = step_forward_backward(lambda *a: scan(*a)[0], q, k, v, x["log_a"])
     if name == "delta":
         found["ours"] = step_forward_backward(lambda *a: delta(*a)[0], *(x[n] for n in ("q", "k", "v", "log_a", "b", "c")))
-    if device.type == "cuda" and name in ("scan", "delta"):
+    if device.type == "cuda" and name in ("scan", "delta", "mlstm"):
         try:
             from fla.ops.gated_delta_rule import chunk_gated_delta_rule
             from fla.ops.simple_gla import chunk_simple_gla
-            repeated = [y.repeat_interleave(H // Hk, 2) for y in (k, v, x["log_a"])]
-            if name == "scan":
+            repeated = [y.repeat_interleave(H // Hk, 2) for y in (k, v, x["log_a"] if "log_a" in x else F.logsigmoid(x["f"]))]
+            if name != "delta":
                 found["fla simple_gla"] = step_forward_backward(lambda q, k, v, g: chunk_simple_gla(q, k, v, g)[0], q, *repeated)
             else:
                 beta = torch.full((B, T, H), 0.5, device=device, dtype=dtype)
@@ -787,12 +787,90 @@ def bench_constant(device: torch.device, quick: bool) -> dict:
     return result
 
 
+def decode_graph(model, token: Tensor, cache):
+    """A call that replaces token (B, 1) by the model's next one, greedily: on CUDA one graph, captured here and replayed.
+
+    token and the cache's tensors are the graph's own memory: write into them, never put others in their place. The steps of the
+    capture are taken back.
+    """
+    @torch.no_grad()
+    def step():
+        token.copy_(model.head(model.hidden(token, cache=cache)[:, -1]).argmax(-1, keepdim=True))
+
+    if not token.is_cuda:
+        return step
+    tensors = [token, cache.seen, *(t for layer in cache.layers for t in layer.values())]
+    saved = [t.clone() for t in tensors]
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # compiles the kernels
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        step()
+    for t, old in zip(tensors, saved):
+        t.copy_(old)
+    return graph.replay
+
+
+def bench_decode(device: torch.device, quick: bool) -> dict:
+    """A Bifocal model with random weights: tokens/s of decoding at batch 1 after ever longer texts, memory, and prefill beside SWA. On CUDA
+    Qwen3-4B's shape in bfloat16, the step a CUDA graph; on a CPU the miniature, only to see that it runs."""
+    cuda = device.type == "cuda"
+    shape, budget, dtype = (reference.PRESETS["qwen3-4b"], 576, torch.bfloat16) if cuda else (reference.MINI, 72, torch.float32)
+    models = {}
+    for name in ("bifocal", "swa_learned_sink"):
+        with torch.device(device):
+            models[name] = reference.build(shape, name, budget, ops=sys.modules[__name__]).to(dtype).eval()
+    model, steps = models["bifocal"], 64 if cuda else 8
+    copy, _ = rates(device, dtype)
+    cache, token = model.cache(1), torch.zeros(1, 1, dtype=torch.long, device=device)
+    step = decode_graph(model, token, cache)
+    seconds, memory, positions = {}, {}, (1_000, 131_072, 1_000_000)
+
+    def run(position):
+        def call():
+            cache.seen.fill_(position)
+            for _ in range(steps):
+                step()
+        return call
+    for position, t in in_turns({p: run(p) for p in positions}, 3 if quick else 9, device).items():
+        seconds[position] = t / steps
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+            run(position)()
+            torch.cuda.synchronize()
+            memory[position] = torch.cuda.max_memory_allocated()
+    moved = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if shape.tied or "embed" not in n)
+    moved += shape.layers * cache.bytes_per_layer()
+    floor = moved / copy
+    print(f"\ndecoding {shape.name} bifocal at batch 1{', a CUDA graph a token' if cuda else ''}: {moved / 1e6:,.0f} MB a token, at least "
+          f"{1000 * floor:.3f} ms at this device's copy rate\n{'after tokens':>14}{'ms a token':>12}{'tokens/s':>10}{'of the floor':>14}{'to 1,000':>10}"
+          f"{'peak MB':>10}")
+    for position, t in seconds.items():
+        print(f"{position:>14,}{1000 * t:>12.3f}{1 / t:>10.1f}{100 * floor / t:>13.0f}%{t / seconds[1_000]:>10.3f}"
+              f"{memory[position] / 1e6 if memory else float('nan'):>10,.0f}")
+    tokens = torch.zeros(1, 8192 if cuda else 256, dtype=torch.long, device=device)
+
+    def prefill(m):
+        @torch.no_grad()
+        def call():
+            m.hidden(tokens)
+        return call
+    t = in_turns({name: prefill(m) for name, m in models.items()}, 2 if quick else 5, device)
+    ratio = t["swa_learned_sink"] / t["bifocal"]
+    print(f"prefill of {tokens.shape[1]:,} tokens: bifocal at {ratio:.2f} of swa_learned_sink's rate ({tokens.shape[1] / t['bifocal']:,.0f} tokens/s)")
+    return {"decode_ms": {p: 1000 * s for p, s in seconds.items()}, "decode_floor_ms": 1000 * floor, "decode_peak_bytes": memory or None,
+            "prefill_ratio": ratio}
+
+
 def main() -> None:
     """Check every op; if all pass, time them; the last line is JSON."""
     parser = reference.Parser(description=main.__doc__)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does the bench itself work")
-    parser.add_argument("--compile", action="store_true", help="compile every kernel for sm_80, sm_90, sm_100 and print what each uses")
+    parser.add_argument("--compile", action="store_true", help="compile every kernel for sm_80, sm_90, sm_100 and print what each uses: many minutes")
     args = parser.parse_args()
     if args.compile:
         try:
@@ -806,7 +884,8 @@ def main() -> None:
     if not check(device):
         raise reference.UserError("an op errs more than it may (FAILED above): nothing is timed")
     rows = bench(device, args.quick)
-    print(json.dumps({"device": device.type, "checks": "passed", "times": rows, **bench_constant(device, args.quick)}))
+    print(json.dumps({"device": device.type, "checks": "passed", "times": rows, **bench_constant(device, args.quick),
+                      **bench_decode(device, args.quick)}))
 
 
 if __name__ == "__main__":

@@ -286,16 +286,16 @@ def gate_statistics(folder: Path, count: int, device) -> dict:
 # ----------------------------------------------------------------------------- reach
 
 
-def reach(model: Decoder, count: int = 20, task: str = "queue") -> dict:
-    """How far back an input still changes the output, while reading right answers of 60 steps.
+def reach(model: Decoder, count: int = 20, task: str = "queue", steps: int = 60) -> dict:
+    """How far back an input still changes the output, while reading right answers of `steps` steps.
 
     gradient: at the last look-up of each problem, the norm of d log p(right token) / d embedding by distance, relative to the largest.
     swap: the greatest change of a log probability at that place when the token so far back is replaced by another symbol; exactly 0 means
     out of reach. Both (distances): the mean over problems. farthest: the largest distance at which the swap changes anything at all.
     """
-    rows, mask = queue_batch(queue_problems(count, 60, family=task))
+    rows, mask = queue_batch(queue_problems(count, steps, family=task))
     family, device = FAMILIES[task], model.embed_tokens.weight.device
-    distances = [d for d in range(1, 600) if d < 24 or d % 8 == 0]
+    distances = [d for d in range(1, FAMILIES[task].answer(steps) - 1) if d < 24 or d % 8 == 0]
     gradients, swaps = [], []
     symbols = [queue_tokenizer().encode(f" {s}")[0] for s in SYMBOLS]
     inputs = []

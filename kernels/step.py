@@ -29,7 +29,7 @@ from .attend import LN2, LOG2E, _sigmoid
 from .common import DIMS, DTYPES, dense, launch, strides
 
 KEPT_BLOCK = 16  # sink slots a step: the smallest side of tl.dot
-HEADS = 64  # most query heads of a unit
+HEADS = 16  # most query heads of a unit: one side of tl.dot
 PROGRAMS = 96  # fewer programs than this are cut into smaller tiles
 TINY = tl.constexpr(2.0**-126)
 
@@ -51,6 +51,12 @@ def config(part: str, D: int, size: int, units: int = 1) -> tuple[int, int, int,
 def _heads(x, row, stride, r, P, D: tl.constexpr):
     """The heads r of x, whose first is `row`: (len(r), D), zeros from the head P on."""
     return tl.load(x + row + r.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :], mask=(r < P)[:, None], other=0.0)
+
+
+@triton.jit
+def _if(flag, like):
+    """The scalar flag as a mask of the shape of `like`, made by a comparison of blocks: the interpreter cannot spread a scalar one."""
+    return like * 0 + tl.where(flag, 1, 0) == 1
 
 
 @triton.jit
@@ -142,15 +148,15 @@ def _step(q, q_keep, k, v, keys, values, position, sink, q_far, k_far, i, f, C, 
         norm = f_ * norm + i_ * write                                                            # (6)
         tl.debug_barrier()
         last = tl.atomic_add(count + unit, 1, sem="acq_rel", scope="gpu") == TILES - 1
-        tl.store(n + unit * D + d, norm, mask=last & live)
+        tl.store(n + unit * D + d, norm, mask=_if(last & live, d))
         tl.store(m + unit, new, mask=last & live)
         tl.store(count + unit, 0, mask=last)
         state = f_ * state + (i_ * write)[:, None] * new_v.to(tl.float32)[None, :]
-        tl.store(C, state, mask=live)
+        tl.store(C, state, mask=_if(live, d[:, None] + e[None, :]))
     if NEAR:
         first = live & (u % R == 0)
-        tl.store(values + slot * values_strides[1] + tl.arange(0, BV), kept_v, mask=first)
-        tl.store(keys + slot * keys_strides[1] + d, new_k, mask=first & (tile == 0))
+        tl.store(values + slot * values_strides[1] + tl.arange(0, BV), kept_v, mask=_if(first, e))
+        tl.store(keys + slot * keys_strides[1] + d, new_k, mask=_if(first & (tile == 0), d))
     o += (b * units + u) * P * D
     if FAR:
         for r0 in range(0, P, BF):
@@ -352,7 +358,7 @@ def launches(D: int, dtype: str):
             size = 4 if "fp32" in (inputs, dtype) else 2
             for units in (1, *(PROGRAMS * 16 * 2**j // D for j in range(1, 4))):
                 BV, BN, warps, stages = config(part, D, size, units)
-                for P in (1, 2, 4, 16, 32, 64):
+                for P in (1, 2, 4, 16):
                     for full in (False, True):
                         off = set(near + ("sink", "gate")) if part == "far" else {"gate", *far} if part == "near" else set()
                         off |= set() if full else {"sink", "q_keep"}

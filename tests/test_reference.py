@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import reference
 from common import (ROWS, SHAPE, B, T, W, close, changed, decoder, draw_tokens, every_row, read_pieces, refused, row_of,
@@ -703,3 +704,14 @@ def test_gradients_show_the_declared_visibility(row):
     for step in range(steps):
         gradient, = torch.autograd.grad(o[0, step].square().sum(), x, retain_graph=True)
         assert torch.equal(gradient[0].abs().amax(-1) != 0, expected[step]), step
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.window is not None and row.mix not in reference.SHARED], ids=lambda row: row.name)
+def test_one_token_asks_nothing_of_the_device(row):
+    """A decoding step can be a CUDA graph: with tensors that hold no data, nothing needs a value on the host (no nonzero, no item)."""
+    with FakeTensorMode():
+        model = Decoder(SHAPE, row, W if row.window else None)
+        cache = model.cache(B)
+        with torch.no_grad():
+            x = model.hidden(torch.zeros(B, 1, dtype=torch.long), cache=cache)
+    assert x.shape == (B, 1, SHAPE.width)
