@@ -120,7 +120,9 @@ def test_changed(folder):
     with finding.changed(model, "gate 0"):
         assert torch.allclose(model(tokens), near(tokens), atol=1e-5)
     with finding.changed(model, "state zeroed"):
-        zeroed = model(tokens)
+        zeroed, cache = model(tokens), model.cache(1, dtype=torch.float32)
+        steps = torch.cat([model(tokens[:, t : t + 1], cache=cache) for t in range(90)], 1)
+    assert torch.allclose(steps, zeroed, atol=1e-4)  # while decoding too
     for layer in near.layers:  # the gate of a fresh student is 1/2 everywhere
         layer.self_attn.o_proj.weight *= 0.5
     assert torch.allclose(zeroed, near(tokens), atol=1e-5) and torch.equal(model(tokens), before)
