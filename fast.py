@@ -327,13 +327,21 @@ class _MLSTM(torch.autograd.Function):
         normalizer, scale = ctx.rest
         dq, dk, dv = map(_MLSTM.like, (q, k, v))
         di, dg = (q.new_empty(*k.shape[:4]) for _ in range(2))
+        scratch = q.new_empty(0)
+
+        def dot(x, y):  # over the last dim, through memory that is used again
+            nonlocal scratch
+            if len(scratch) < x.numel():
+                scratch = x.new_empty(x.numel())
+            return torch.mul(x, y, out=scratch[: x.numel()].view(x.shape)).sum(-1)
+
         dm = dm - (dC * kept[-2][-1]).sum((-1, -2)) - (dn * kept[-1][-1]).sum(-1)
         for group in (slice(*ends) for ends in reversed(_MLSTM.groups(q, k))):
             (e, last, c, m_, fresh, s, den, Cs, ns), kept = kept[-9:], kept[:-9]
             q_, k_, v_, o_, do_, d = (x if x is None else x[group] for x in (q, k, v, o, do, document))
             q_, whole = q_.flatten(3, 4), q_.shape
             d_num = torch.div(do_, mlstm_denominator(den, m_[:, :, :, None], normalizer)[..., None], out=q.new_empty(whole))  # (7')
-            d_den = torch.linalg.vecdot(d_num, o_).neg_()
+            d_den = dot(d_num, o_).neg_()
             if normalizer == "floor":
                 d_den = d_den * den.sign() * (den.abs() >= (-m_[:, :, :, None]).exp())
             d_num = d_num.flatten(3, 4)
@@ -345,7 +353,7 @@ class _MLSTM(torch.autograd.Function):
             c_num = d_num.view(whole).mul_(c_q[..., None]).view(d_num.shape)
             c_den = d_den.mul(c_q).view(*q_.shape[:-1], 1)                                   # (N, B, Hs, R*L, 1)
             old = (c_num @ Cs[:-1].transpose(-1, -2)).addcmul_(c_den, ns[:-1, :, :, None])
-            dc = torch.linalg.vecdot(q_, old).view(den.shape).sum(3)                                 # d log c, (N, B, Hs, L)
+            dc = dot(q_, old).view(den.shape).sum(3)                                 # d log c, (N, B, Hs, L)
             torch.add(old.view(whole), (ds @ k_).view(whole), out=dq[group])
             # dC, dn after each chunk, then before the first
             N = len(q_)
@@ -355,10 +363,10 @@ class _MLSTM(torch.autograd.Function):
             _MLSTM.add_states(dCs, dns, c, [(j + 1, j, j) for j in reversed(range(N))])
             w = last[..., None]
             into = (v_ @ dCs[1:].transpose(-1, -2)).add_(dns[1:, :, :, None])                # what the new state asks of w k
-            torch.addcmul(to_k, into, w, out=dk[group])
-            torch.addcmul(to_v, k_ @ dCs[1:], w, out=dv[group])
-            de[..., -1, :] += last * torch.linalg.vecdot(k_, into)
-            dc[..., -1] += c[..., -1] * ((Cs[:-1] * dCs[1:]).sum((-1, -2)) + (ns[:-1] * dns[1:]).sum(-1))
+            de[..., -1, :] += last * dot(k_, into)
+            torch.add(to_k, into.mul_(w), out=dk[group])
+            torch.add(to_v, (k_ @ dCs[1:]).mul_(w), out=dv[group])
+            dc[..., -1] += c[..., -1] * (dot(Cs[:-1].flatten(-2), dCs[1:].flatten(-2)) + (ns[:-1] * dns[1:]).sum(-1))
             # the m handed on is the greatest exponent of a chunk's last row, or the old m (a document's m0) decayed
             top = last.argmax(-1, keepdim=True)
             decayed = last.gather(-1, top)[..., 0] < 1                                       # (N, B, Hs)
@@ -731,7 +739,7 @@ def bench(device: torch.device, quick: bool) -> list[dict]:
     print(f"{'forward and backward of':<44}{'peer':<32}{'ms':>10}{'peer / ours':>13}{'floor ms':>10}{'share':>8}")
     rows = []
     for name, size, window in TIMED["quick" if quick else device.type]:
-        seconds = in_turns(peers(name, size, window, device, dtype, quick), 2 if quick else 5, device)
+        seconds = in_turns(peers(name, size, window, device, dtype, quick), 2 if quick else 9, device)
         moved, operations = work(name, *size, window, dtype.itemsize)
         floor = max(moved / copy, operations / product)
         label = f"{name} " + " ".join(f"{n}{x}" for n, x in zip(("B", "T", "H", "Hk", "D", "W"), (*size, window)) if x)
