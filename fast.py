@@ -188,7 +188,8 @@ class _Attend(torch.autograd.Function):
                 return (y[:, :, kept], slice(0, len(kept))), (y[:, :, lo:b], slice(len(kept), None))
 
             da = torch.cat([do_ @ y.transpose(-1, -2) for y, _ in parts(v)[not len(kept):]], -1).view(p.shape)
-            da = da.sub_(((p * da).sum(-1) - dlse[:, :, :, a:b])[..., None]).mul_(p).scatter_add_(-1, top, dpeak[:, :, :, a:b, None])  # (2')
+            da = da.sub_(((p * da).sum(-1) - dlse[:, :, :, a:b])[..., None]).mul_(p)  # (2')
+            da.scatter_add_(-1, top, dpeak[:, :, :, a:b, None])
             p, da = p.flatten(2, 3), da.mul_(scale).flatten(2, 3)
             dv[:, :, lo:b] += p[..., len(kept):].transpose(-1, -2) @ do_
             dk[:, :, lo:b] += da[..., len(kept):].transpose(-1, -2) @ q[:, :, :, a:b].flatten(2, 3)
@@ -854,11 +855,11 @@ def bench_decode(device: torch.device, quick: bool) -> dict:
     moved += shape.layers * cache.bytes_per_layer()
     floor = moved / copy
     print(f"\ndecoding {shape.name} bifocal at batch 1{', a CUDA graph a token' if cuda else ''}: {moved / 1e6:,.0f} MB a token, at least "
-          f"{1000 * floor:.3f} ms at this device's copy rate\n{'after tokens':>14}{'ms a token':>12}{'tokens/s':>10}{'of the floor':>14}{'to 1,000':>10}"
-          f"{'peak MB':>10}")
+          f"{1000 * floor:.3f} ms at this device's copy rate\n{'after tokens':>14}{'ms a token':>12}{'tokens/s':>10}{'of the floor':>14}"
+          f"{'to 1,000':>10}{'peak MB':>10}")
     for position, t in seconds.items():
         print(f"{position:>14,}{1000 * t:>12.3f}{1 / t:>10.1f}{100 * floor / t:>13.0f}%{t / seconds[1_000]:>10.3f}"
-              f"{memory[position] / 1e6 if memory else float('nan'):>10,.0f}")
+              f"{f'{memory[position] / 1e6:,.0f}' if memory else '-':>10}")
     tokens = torch.zeros(1, 8192 if cuda else 256, dtype=torch.long, device=device)
 
     def prefill(m):
@@ -868,7 +869,8 @@ def bench_decode(device: torch.device, quick: bool) -> dict:
         return call
     t = in_turns({name: prefill(m) for name, m in models.items()}, 2 if quick else 5, device)
     ratio = t["swa_learned_sink"] / t["bifocal"]
-    print(f"prefill of {tokens.shape[1]:,} tokens: bifocal at {ratio:.2f} of swa_learned_sink's rate ({tokens.shape[1] / t['bifocal']:,.0f} tokens/s)")
+    print(f"prefill of {tokens.shape[1]:,} tokens: bifocal at {ratio:.2f} of swa_learned_sink's rate "
+          f"({tokens.shape[1] / t['bifocal']:,.0f} tokens/s)")
     return {"decode_ms": {p: 1000 * s for p, s in seconds.items()}, "decode_floor_ms": 1000 * floor, "decode_peak_bytes": memory or None,
             "prefill_ratio": ratio}
 
@@ -878,7 +880,8 @@ def main() -> None:
     parser = reference.Parser(description=main.__doc__)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does the bench itself work")
-    parser.add_argument("--compile", action="store_true", help="compile every kernel for sm_80, sm_90, sm_100 and print what each uses: many minutes")
+    parser.add_argument("--compile", action="store_true", 
+                        help="compile every kernel for sm_80, sm_90, sm_100 and print what each uses: many minutes")
     args = parser.parse_args()
     if args.compile:
         try:

@@ -133,7 +133,8 @@ def trained(root: Path, quick: bool) -> dict[str, list[Path]]:
     for paths in folders.values():
         for path in paths:
             if not (path / "metrics.json").exists():
-                raise UserError(f"{path}: not trained yet: python train.py --suite finding{' --quick' if quick else ''} trains what is missing")
+                raise UserError(f"{path}: not trained yet: python train.py --suite finding{' --quick' if quick else ''} trains what is "
+                                "missing")
     return folders
 
 
@@ -166,7 +167,7 @@ def interval(values: np.ndarray) -> list[float]:
 def analyse(answers: dict[str, list[dict]]) -> dict:
     """name -> the answers of its seeds; one task. The table and the paired differences of Bifocal and every other, as NOTES.md planned."""
     def bits(name, lengths):
-        return np.stack([np.concatenate([np.array(list(r["lengths"][str(n)]["exact"]), dtype=float) for n in lengths]) for r in answers[name]])
+        return np.array([[float(x) for n in lengths for x in run["lengths"][str(n)]["exact"]] for run in answers[name]])
 
     cells = {f"{n}": (n,) for n in LENGTHS} | POOLS
     rows, differences = {name: {"seeds": len(runs), "window": runs[0]["window"], "bytes_per_layer": runs[0]["bytes_per_layer"], "cells": {}}
@@ -200,12 +201,14 @@ def verdicts(analysis: dict) -> dict[str, bool]:
         "short: swa_learned_sink is at most 5 points behind bifocal": diff["swa_learned_sink"]["short"]["interval"][1] <= 0.05,
         "long: bifocal is ahead of swa_learned_sink": diff["swa_learned_sink"]["long"]["interval"][0] > 0,
         "long: bifocal is ahead of swa_sink_tokens": diff["swa_sink_tokens"]["long"]["interval"][0] > 0,
-        "bifocal_state collapses: less than half of swa_learned_sink on short answers": mean("bifocal_state", "short") < mean("swa_learned_sink", "short") / 2,
+        "bifocal_state collapses: less than half of swa_learned_sink on short answers":
+            mean("bifocal_state", "short") < mean("swa_learned_sink", "short") / 2,
     }
     if "window_56" in rows:
         found["long: bifocal is ahead of its own window without a state"] = diff["window_56"]["long"]["interval"][0] > 0
     if "bifocal_strict" in rows:
-        found["long: bifocal_strict, every byte counted, is ahead of swa_learned_sink"] = mean("bifocal_strict", "long") > mean("swa_learned_sink", "long")
+        found["long: bifocal_strict, every byte counted, is ahead of swa_learned_sink"] = (
+            mean("bifocal_strict", "long") > mean("swa_learned_sink", "long"))
     return found
 
 
@@ -344,7 +347,7 @@ def report_reach(name: str, r: dict) -> None:
     for label, d in [("1", 1), ("8", 8), *marks, ("400", 400), ("592", 592)]:
         j = int(np.argmin([abs(x - d) for x in r["distances"]]))
         d = r["distances"][j]
-        print(f"    {d:<5}{'(' + label + ')' if not label.isdigit() else '':<17}{d / W if W else float('nan'):>8.2f}{r['gradient'][j]:>12.2e}"
+        print(f"    {d:<5}{'' if label.isdigit() else f'({label})':<17}{f'{d / W:.2f}' if W else '-':>8}{r['gradient'][j]:>12.2e}"
               f"{r['swap'][j]:>12.2e}")
     print(f"    the farthest swap that changes anything: {r['farthest']} tokens back" + (f", {r['farthest'] / W:.2f} windows" if W else ""))
 
@@ -372,29 +375,37 @@ def evaluate(root: Path, quick: bool, device, count: int = PROBLEMS) -> dict:
     return result
 
 
+def percent(value: float, ends: list[float], form: str) -> str:
+    """A share and its interval in %, 24 wide."""
+    return f"{100 * value:{form}} [{100 * ends[0]:{form}}, {100 * ends[1]:{form}}]".rjust(24)
+
+
 def report(result: dict) -> None:
     """The tables."""
     for task, analysis in result["tasks"].items():
         rows, family = analysis["rows"], FAMILIES[task]
         print(f"\n{task}: exact match in %, {result['problems']} problems a length, [95 % interval over problems and seeds]")
-        print(f"{'answer tokens':<26}{'seeds':>6}" + "".join(f"{family.answer(n):>8}" for n in LENGTHS) + f"{'short':>18}{'long':>18}{'long right':>14}{'cut off':>9}")
+        print(f"{'answer tokens':<26}{'seeds':>6}" + "".join(f"{family.answer(n):>8}" for n in LENGTHS)
+              + f"{'short':>24}{'long':>24}{'long right':>12}{'cut off':>9}")
         for name, row in rows.items():
             c = row["cells"]
-            pools = "".join(f"{100 * c[p]['exact']:.1f} [{100 * c[p]['interval'][0]:.1f}, {100 * c[p]['interval'][1]:.1f}]".rjust(18) for p in POOLS)
+            pools = "".join(percent(c[p]["exact"], c[p]["interval"], ".1f") for p in POOLS)
             right = f"{c['long']['right']}/{c['long']['of']}"
             cut = sum(c[str(n)]["truncated"] for n in LENGTHS)
-            print(f"{name:<26}{row['seeds']:>6}" + "".join(f"{100 * c[str(n)]['exact']:>8.1f}" for n in LENGTHS) + pools + f"{right:>14}{cut:>9}")
+            print(f"{name:<26}{row['seeds']:>6}" + "".join(f"{100 * c[str(n)]['exact']:>8.1f}" for n in LENGTHS)
+                  + pools + f"{right:>12}{cut:>9}")
             if row["window"]:
                 print(f"{'  window bound, ' + str(row['window']):<32}" + "".join(f"{100 * c[str(n)]['window_bound']:>8.1f}" for n in LENGTHS)
-                      + "".join(f"{100 * c[p]['window_bound']:.1f}".rjust(18) for p in POOLS))
+                      + "".join(f"{100 * c[p]['window_bound']:>24.1f}" for p in POOLS))
         print(f"paired: {analysis['reference']} minus the other, points [95 % interval]")
         for name, cells in analysis["differences"].items():
             print(f"{name:<32}" + "".join(f"{100 * cells[str(n)]['difference']:>+8.1f}" for n in LENGTHS) + "".join(
-                f"{100 * cells[p]['difference']:+.1f} [{100 * cells[p]['interval'][0]:+.1f}, {100 * cells[p]['interval'][1]:+.1f}]".rjust(24) for p in POOLS))
+                percent(cells[p]["difference"], cells[p]["interval"], "+.1f") for p in POOLS))
     print("\nthe plan's predictions")
     for text, holds in result["verdicts"].items():
         print(f"    {'held' if holds else 'NOT HELD':<10}{text}")
-    print("\nbifocal with one thing changed, exact match in % at " + ", ".join(f"{10 * int(n) + 1} tokens" for n in result["causal"]["whole"]))
+    print("\nbifocal with one thing changed, exact match in % at "
+          + ", ".join(f"{FAMILIES['queue'].answer(int(n))} tokens" for n in result["causal"]["whole"]))
     for what, scores in result["causal"].items():
         print(f"    {what:<24}" + "".join(f"{100 * v:>8.1f}" for v in scores.values()))
     print("\nits gates by layer: where a look-up is answered / elsewhere")
@@ -460,7 +471,8 @@ def figures(result: dict, folder: Path = ASSETS) -> list[Path]:
     figure, axis = plt.subplots(figsize=(8, 0.32 * len(names) + 0.8))
     for y, name in enumerate(reversed(names)):
         for kind, a, b in sight(MINI, VARIANTS[name], BUDGET, 200):
-            axis.barh(y + (0.17 if kind == "exact" else -0.17), b - a, left=a - 200, height=0.3, color="#d95f02" if kind == "exact" else "#9ecae1")
+            offset, colour = (0.17, "#d95f02") if kind == "exact" else (-0.17, "#9ecae1")
+            axis.barh(y + offset, b - a, left=a - 200, height=0.3, color=colour)
     axis.set_yticks(range(len(names)), list(reversed(names)), fontsize=8)
     axis.set(xlabel="tokens before the query, of 200 read so far", xlim=(-200, 0),
              title="what a query sees: exact (orange) and in a summary (blue)")

@@ -656,7 +656,8 @@ def combine(name: str, far: str | None = None, mix: str | None = None, settings:
         if far != "none" and far not in FARS:
             raise UserError(f"--far {far}: not one of: none {' '.join(FARS)}")
         part = None if far == "none" else FARS[far] if row.far is None else replace(FARS[far], state_per=row.far.state_per)
-        row = replace(row, name=f"{row.name}+{far}", note=f"{row.name} with the far part {far}", far=part, mix=None if part is None else row.mix)
+        row = replace(row, name=f"{row.name}+{far}", note=f"{row.name} with the far part {far}", far=part,
+                      mix=None if part is None else row.mix)
     if mix is not None:
         settings = [f"mix={mix}", *settings]
         row = replace(row, name=f"{row.name}+{mix}", window=row.window is not False or mix != "none")
@@ -1272,7 +1273,8 @@ class Attention(nn.Module):
                                 return_peak=shared)
             return o if shared else (o, None, None)
         if q.shape[1] == 1 and not shared:
-            return self.ops.attend_step(q, k, v, cache["k"], cache["v"], context.position[:, 0], sink, keep=row.keep, q_keep=q_keep), None, None
+            o = self.ops.attend_step(q, k, v, cache["k"], cache["v"], context.position[:, 0], sink, keep=row.keep, q_keep=q_keep)
+            return o, None, None
         k, v = k.to(cache["k"].dtype), v.to(cache["v"].dtype)
         rows, slots, steps = context.write
         if q.shape[1] == 1:  # one token: write it, then read the ring as it is

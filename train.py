@@ -209,7 +209,8 @@ class Run:
         return {
             "command": f"python train.py {shlex.join(sys.argv[1:])}".strip(),
             "variant": self.row.name, "teacher": a.teacher, "task": self.task, "data": a.data, "seed": a.seed,
-            "problems": a.problems, "problem_seed": a.problem_seed, "budget": self.budget, "recipe": dataclasses.asdict(self.recipe), "ce": a.ce, "ops": a.ops,
+            "problems": a.problems, "problem_seed": a.problem_seed, "budget": self.budget, "recipe": dataclasses.asdict(self.recipe),
+            "ce": a.ce, "ops": a.ops,
             "device": self.device.type, "threads": torch.get_num_threads(), **describe(self.student),
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
             "commit": git_commit(), "date": time.strftime("%Y-%m-%d"), "machine": machine(),
@@ -221,7 +222,8 @@ class Run:
         UserError: it holds another configuration, or an unfinished run and no --resume. Nothing is overwritten.
         """
         mine = json.loads(json.dumps(self.config()))
-        free = ("command", "versions", "commit", "date", "machine", "threads", "problems", "problem_seed")  # may differ between a run and its resumption
+        # what may differ between a run and its resumption
+        free = ("command", "versions", "commit", "date", "machine", "threads", "problems", "problem_seed")
         if (self.out / "config.json").exists():
             old = read_json(self.out / "config.json")
             for key in mine:
@@ -420,7 +422,8 @@ def locked(folder: Path):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
-            raise UserError(f"{folder} is being trained by process {file.read().strip() or '?'}: wait for it, or choose another --out") from None
+            raise UserError(f"{folder} is being trained by process {file.read().strip() or '?'}: wait for it, or choose another "
+                            "--out") from None
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
@@ -511,7 +514,8 @@ def report_queue(run: Run, result: dict) -> None:
         print(f"{FAMILIES[run.task].answer(int(n)):>16} {100 * r['exact']:>10.1f} {r['truncated']:>8} {cell:>10} {bound:>15}")
     if run.student.window:
         print(f"The window bound is what the best reader of {run.student.window} tokens alone could score.")
-    print(f"While reading the right answers of {FAMILIES[run.task].answer(LENGTHS[-1])} tokens, right: {100 * result['look_up']:.1f} % of the look-ups, "
+    print(f"While reading the right answers of {FAMILIES[run.task].answer(LENGTHS[-1])} tokens, right: "
+          f"{100 * result['look_up']:.1f} % of the look-ups, "
           f"{100 * result['copy']:.1f} % of the rest")
     problem = queue_problems(1, 4, family=run.task)[0]
     outcome = solve(run.student, [problem])[0][0]
@@ -736,7 +740,8 @@ def train_suite(args, parser) -> int:
     allowed = {"suite", "quick", "out", "jobs", "device", "resume"}
     for name, value in vars(args).items():
         if name not in allowed and value != parser.get_default(name):
-            raise UserError(f"--suite finding fixes --{name.replace('_', '-')}: leave it out; with it are {' '.join(sorted(allowed - {'suite'}))}")
+            raise UserError(f"--suite finding fixes --{name.replace('_', '-')}: leave it out; with it go "
+                            + " ".join(f"--{flag}" for flag in sorted(allowed - {"suite"})))
     root = Path(args.out or ("runs/finding-quick" if args.quick else "runs/finding"))
     jobs = args.jobs or (1 if pick_device(args.device).type == "cuda" else os.cpu_count() or 1)
     with table_folder(root, {"suite": args.suite, "quick": args.quick, "device": args.device}):
@@ -777,14 +782,16 @@ def main() -> None:
     what = parser.add_argument_group("what")
     what.add_argument("--variant", default="bifocal", choices=(*VARIANTS, "all"), metavar="NAME",
                       help=f"the student: {' '.join(VARIANTS)}; or all, one after the other with a shorter recipe, into one table")
-    what.add_argument("--suite", choices=("finding",), help="every student of an experiment, as finding.py says; then: python eval.py finding")
+    what.add_argument("--suite", choices=("finding",),
+                      help="every student of an experiment, as finding.py says; then: python eval.py finding")
     what.add_argument("--quick", action="store_true", help="with --suite: one seed of the four students, no tuning")
     what.add_argument("--teacher", default="mini", help="mini, smollm2, a Hugging Face folder, or none (default mini)")
     what.add_argument("--task", choices=FAMILIES, default="queue", help="what the miniature learns (python tasks.py --task NAME shows one)")
     what.add_argument("--data", help="text: a file, a .jsonl file or a folder (default: Python's standard library)")
     what.add_argument("--budget", type=int, help="tokens of memory a layer (default 72 for mini, else 576)")
     what.add_argument("--window", type=int, help="W, instead of the window that spends the budget")
-    what.add_argument("--far", choices=("none", *FARS), metavar="NAME", help=f"another far part for the variant: none {' '.join(FARS)}")
+    what.add_argument("--far", choices=("none", *FARS), metavar="NAME",
+                      help=f"another far part for the variant, with its state_per: none {' '.join(FARS)}")
     what.add_argument("--mix", choices=("none", *filter(None, WORDS["mix"])), help="another mix of window and state")
     what.add_argument("--row", action="append", default=[], metavar="FIELD=VALUE",
                       help="change a field of the variant's row or its far part (python reference.py --explain NAME)")
@@ -811,7 +818,8 @@ def main() -> None:
     where.add_argument("--ops", choices=("fast", "reference"), default="fast")
     args = parser.parse_args()
     for flag, least in (("budget", 1), ("window", 1), ("steps", 1), ("stage1_steps", 0), ("batch", 1), ("length", 2), ("seed", 0),
-                        ("problem_seed", 0), ("checkpoint_every", 1), ("problems", 1), ("jobs", 1), ("lr", 0), ("lr_new", 0), ("lr1", 0), ("ce", 0)):
+                        ("problem_seed", 0), ("checkpoint_every", 1), ("problems", 1), ("jobs", 1), ("lr", 0), ("lr_new", 0),
+                        ("lr1", 0), ("ce", 0)):
         if getattr(args, flag) is not None and not getattr(args, flag) >= least:
             raise UserError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least {least}")
     for flag in ("lr", "lr_new", "lr1", "gate_bias"):

@@ -303,8 +303,9 @@ def _dstates(q, do, c, inverse, dden, C0, ns, dC1, dn1, dCs, dns, dC0, dn0, inne
 
 
 @triton.jit(do_not_specialize=["T", "N"])
-def _dq(q, k, v, do, g, i, m, c, document, Cs, ns, inverse, dden, dq, dc, di, dg, scores, dscores, q_strides, k_strides, v_strides, do_strides,
-        T, Hs, R, N, Dv, scale, D: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, L: tl.constexpr):
+def _dq(q, k, v, do, g, i, m, c, document, Cs, ns, inverse, dden, dq, dc, di, dg, scores, dscores,
+        q_strides, k_strides, v_strides, do_strides, T, Hs, R, N, Dv, scale,
+        D: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, L: tl.constexpr):
     """Of a chunk of one query head: d q; d log c_t; s / den and e d s for `_dkv`; of d log e the sums over t and over s < u <= t."""
     pid = tl.program_id(0)
     r, n = pid % R, pid // R % N
@@ -348,7 +349,8 @@ def _dq(q, k, v, do, g, i, m, c, document, Cs, ns, inverse, dden, dq, dc, di, dg
             C = _matrix(Cs + (state * N + n) * D * Dv, d0, e0, Dv, BD, BV)
             new = tl.dot(_tile(do, t0, T, do_strides[1], e0, Dv, L, BV).to(C.dtype), tl.trans(C), new, input_precision="ieee")
         if inverse is not None:
-            new = new * tl.load(inverse + row + t)[:, None] + tl.load(dden + row + t)[:, None] * tl.load(ns + (state * N + n) * D + d0 + tl.arange(0, BD))[None, :]
+            norm = tl.load(ns + (state * N + n) * D + d0 + tl.arange(0, BD))
+            new = new * tl.load(inverse + row + t)[:, None] + tl.load(dden + row + t)[:, None] * norm[None, :]
         new = new * carry[:, None]
         moved += tl.sum(new * _tile(q, t0, T, q_strides[1], d0, D, L, BD).to(tl.float32), 1)
         new = tl.dot(ds, _tile(k, t0, T, k_strides[1], d0, D, L, BD), new, input_precision="ieee")
@@ -586,7 +588,8 @@ def check(op, q, k, v, segment=None, **gates):
     def need(holds, message):
         common.need(op, holds, message)
 
-    need(q.ndim == k.ndim == v.ndim == 4, f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be (batch, time, heads, head dim)")
+    need(q.ndim == k.ndim == v.ndim == 4,
+         f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must be (batch, time, heads, head dim)")
     B, T, H, D = q.shape
     Hs = k.shape[2]
     need(D in DIMS, f"head dim {D}: 16, 32, 64, 128 or 256")
@@ -628,4 +631,5 @@ def launches(D: int, dtype: str):
             if name == "dstates":
                 types |= {"C0": "*" + dtype}
             types = dict.fromkeys(kernel.arg_names, "*fp32") | types
-            yield (f"chunkwise {name}", options, kernel, types, {x: constants[x] for x in kernel.arg_names if x in constants}, warps, stages)
+            constants = {x: constants[x] for x in kernel.arg_names if x in constants}
+            yield f"chunkwise {name}", options, kernel, types, constants, warps, stages

@@ -161,20 +161,20 @@ def _step(q, q_keep, k, v, keys, values, position, sink, q_far, k_far, i, f, C, 
     if FAR:
         for r0 in range(0, P, BF):
             j = r0 + tl.arange(0, BF)
-            x = _heads(q_far, b * q_far_strides[0] + u * P * q_far_strides[2], q_far_strides[2], j, P, D).to(tl.float32)
-            num = tl.sum(x[:, :, None] * state[None, :, :], 1) * scale                             # (7)
-            den = tl.sum(x * norm[None, :], 1) * scale
+            read = _heads(q_far, b * q_far_strides[0] + u * P * q_far_strides[2], q_far_strides[2], j, P, D).to(tl.float32)
+            num = tl.sum(read[:, :, None] * state[None, :, :], 1) * scale                          # (7)
+            den = tl.sum(read * norm[None, :], 1) * scale
             if PLAIN:
                 den += TINY
             else:
                 den = tl.maximum(tl.abs(den), tl.maximum(tl.exp(-new), TINY))
-            y = num / den[:, None]
+            answer = num / den[:, None]
             if NEAR:
                 mine = tl.sum(tl.where((j[:, None] == tl.arange(0, BP)[None, :])[:, :, None], near[None, :, :], 0.0), 1)
                 g = tl.load(gate + (b * units + u) * P + j, mask=j < P, other=0.0).to(tl.float32)[:, None]
-                y = g * y + (1 - g) * mine                                                         # (11)
-            y = tl.where(live, y, 0.0).to(o.dtype.element_ty)
-            tl.store(o + j.to(tl.int64)[:, None] * D + e[None, :], y, mask=(j < P)[:, None])
+                answer = g * answer + (1 - g) * mine                                              # (11)
+            answer = tl.where(live, answer, 0.0).to(o.dtype.element_ty)
+            tl.store(o + j.to(tl.int64)[:, None] * D + e[None, :], answer, mask=(j < P)[:, None])
     else:
         y = tl.where(live, near, 0.0).to(o.dtype.element_ty)
         tl.store(o + r.to(tl.int64)[:, None] * D + e[None, :], y, mask=(r < P)[:, None])
@@ -222,13 +222,14 @@ def _run(op, part, o, v, position, *, near=(None,) * 4, sink=None, q_keep=None, 
                None if C is None else counters(op, m), gate, o,
                *map(strides, (q, q_keep, k, v, keys, values, q_far, k_far)), units, P, units // v.shape[2],
                1 if keys is None else keys.shape[1] - keep, keep, D**-0.5 if scale is None else scale,
-               D, *rows(P, D, BV), BV, BN, KEPT_BLOCK, plain, num_warps=warps, num_stages=stages)
+               D, *rows(part, P, D, BV), BV, BN, KEPT_BLOCK, plain, num_warps=warps, num_stages=stages)
     return o
 
 
-def rows(P: int, D: int, BV: int) -> tuple[int, int]:
+def rows(part: str, P: int, D: int, BV: int) -> tuple[int, int]:
     """BP, of a dot, and BF, of a sum of products, for P query heads a unit."""
-    return max(16, triton.next_power_of_2(P)), min(triton.next_power_of_2(P), max(1, 2**13 // (D * BV)), 4)
+    P = triton.next_power_of_2(P)
+    return max(16, P), 1 if part == "near" else min(P, max(1, 2**13 // (D * BV)), 4)
 
 
 def attend_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, position: Tensor, sink: Tensor | None = None, *,
@@ -350,7 +351,7 @@ PARTS = dict(zip(("near", "far", "both"), FORWARD))
 def launches(D: int, dtype: str):
     """Every way the ops launch the kernel at head dim D, for common.usage: (name, options, kernel, types, constants, warps, stages).
 
-    Options: query heads a unit, key dims a tile; "fp32 q": float32 inputs on a cache of this dtype; "all": sink, q_keep.
+    Options: query heads a unit; "fp32 q": float32 inputs on a cache of this dtype; "all": sink, q_keep.
     """
     near, far = ("q", "q_keep", "k", "keys", "values"), ("q_far", "k_far", "i", "f", "C", "n", "m", "count")
     for part, name in PARTS.items():
@@ -362,11 +363,12 @@ def launches(D: int, dtype: str):
                     for full in (False, True):
                         off = set(near + ("sink", "gate")) if part == "far" else {"gate", *far} if part == "near" else set()
                         off |= set() if full else {"sink", "q_keep"}
-                        BP, BF = rows(P, D, BV)
+                        BP, BF = rows(part, P, D, BV)
                         constants = {"D": D, "BP": BP, "BF": BF, "BV": BV, "BN": BN, "BK": KEPT_BLOCK, "PLAIN": False} | dict.fromkeys(off)
                         types = dict.fromkeys(_step.arg_names, "i32") | {x + "_strides": "strides" for x in
                                                                          ("q", "keep", "k", "v", "keys", "values", "q_far", "k_far")}
                         types |= dict.fromkeys(("q", "q_keep", "k", "v", "q_far", "k_far", "i", "f", "gate", "o"), "*" + inputs)
                         types |= dict.fromkeys(("keys", "values"), "*" + dtype) | dict.fromkeys(("C", "n", "m", "sink"), "*fp32")
                         types |= {"count": "*i32", "position": "*i64", "scale": "fp32"} | ({"o": "*fp32"} if part == "far" else {})
-                        yield name, f"{P} heads", _step, types, constants, warps, stages
+                        label = f"{P} heads" + ", fp32 q" * (inputs != dtype) + ", all" * full
+                        yield name, label, _step, types, constants, warps, stages

@@ -1,5 +1,6 @@
 """Every kernel of kernels/ as machine code, without a GPU: no spills on sm_90 forward, at most 256 bytes backward, and shared memory
-within every device's limit. Of each kernel every launch configuration, with the most options."""
+within every device's limit. Of each kernel every launch configuration, with the most options; the step on sm_90 alone, where it has no
+loop to speak of and many configurations (`python fast.py --compile` has them all)."""
 
 import json
 import os
@@ -30,7 +31,7 @@ def compiled(op, arch, D):
 
 
 def test_machine_code():
-    cases = [(op.__name__, arch, D) for op in kernels.OPS for arch in (80, 90, 100) for D in (64, 128)]
+    cases = [(op.__name__, arch, D) for op in kernels.OPS for arch in (80, 90, 100) for D in (64, 128) if arch == 90 or op is not kernels.step]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         tables = list(pool.map(lambda case: compiled(*case), cases))
     for (op, arch, D), rows in zip(cases, tables):
