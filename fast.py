@@ -1,6 +1,6 @@
 """fast.py: the ops of reference.py with the same names, signatures and results, faster.
 
-Chunked, differentiable PyTorch, the default for training; on CUDA Triton kernels (kernels/), which compute in the inputs' dtype with
+Chunked, differentiable PyTorch, the default for training; on CUDA Triton kernels (fast_kernels/), which compute in the inputs' dtype with
 float32 sums and states. Equations carry reference.py's numbers.
 
     attend         blocks of queries against the W + block keys they can see: linear in T at fixed W
@@ -50,7 +50,7 @@ def _in_float32(op):
 
 
 def _on_cuda(kernel, lowered: str):
-    """On CUDA the op is `kernel` of that module of kernels/, under autocast with its arguments called `lowered` in autocast's dtype;
+    """On CUDA the op is `kernel` of that module of fast_kernels/, under autocast with its arguments called `lowered` in autocast's dtype;
     elsewhere the decorated PyTorch. Bound by name, so that both have one signature."""
     def decorate(op):
         op_in_float32, signature = _in_float32(op), inspect.signature(op)
@@ -70,9 +70,9 @@ def _on_cuda(kernel, lowered: str):
 
 
 def _kernel(module: str, name: str):
-    """A kernel of kernels/, imported when it is first called: importing fast.py needs no Triton."""
+    """A kernel of fast_kernels/, imported when it is first called: importing fast.py needs no Triton."""
     def call(*args, **kwargs):
-        return getattr(importlib.import_module(f"kernels.{module}"), name)(*args, **kwargs)
+        return getattr(importlib.import_module(f"fast_kernels.{module}"), name)(*args, **kwargs)
     return call
 
 
@@ -885,10 +885,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.compile:
         try:
-            import kernels
+            import fast_kernels
         except ImportError as error:
             raise reference.UserError(f"--compile needs Triton ({error}): pip install triton, on Linux") from None
-        print(json.dumps({"kernels": list(kernels.table())}))
+        print(json.dumps({"kernels": list(fast_kernels.table())}))
         return
     reference.use_cores()
     device = reference.pick_device(args.device)

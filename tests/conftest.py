@@ -16,7 +16,7 @@ if "OMP_NUM_THREADS" not in os.environ:
 @pytest.fixture
 def poisoned(monkeypatch):
     """The kernels' outputs and scratch begin as NaN, indices as nonsense."""
-    from kernels import common
+    from fast_kernels import common
 
     def empty(shape, dtype, device):
         return torch.full(shape, float("nan") if dtype.is_floating_point else 123456, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Every kernel of kernels/ as machine code, without a GPU: no spills on sm_90 forward, at most 256 bytes backward, and shared memory
+"""Every kernel of fast_kernels/ as machine code, without a GPU: no spills on sm_90 forward, at most 256 bytes backward, and shared memory
 within every device's limit. Of each kernel every launch configuration, with the most options; the step on sm_90 alone, where it has no
 loop to speak of and many configurations (`python fast.py --compile` has them all)."""
 
@@ -15,7 +15,7 @@ import reference
 kernels = pytest.importorskip("kernels", reason="the kernels need Triton: Linux", exc_type=ImportError)
 CODE = """
 import json, sys
-import kernels
+import fast_kernels as kernels
 op, arch, D = sys.argv[1:]
 print(json.dumps(list(kernels.table((int(arch),), (int(D),), ops=[x for x in kernels.OPS if x.__name__ == op], fullest=True))))
 """

@@ -1,4 +1,4 @@
-"""kernels/attend.py through Triton's interpreter (see conftest.py) against reference.attend in float64."""
+"""fast_kernels/attend.py through Triton's interpreter (see conftest.py) against reference.attend in float64."""
 
 import inspect
 import math
@@ -9,7 +9,7 @@ import torch
 import reference
 from common import close
 
-kernels = pytest.importorskip("kernels.attend", reason="the kernels need Triton: Linux", exc_type=ImportError)
+kernels = pytest.importorskip("fast_kernels.attend", reason="the kernels need Triton: Linux", exc_type=ImportError)
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 INF = math.inf

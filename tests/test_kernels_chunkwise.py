@@ -1,4 +1,4 @@
-"""kernels/chunkwise.py through Triton's interpreter (see conftest.py) against reference.mlstm and reference.scan in float64."""
+"""fast_kernels/chunkwise.py through Triton's interpreter (see conftest.py) against reference.mlstm and reference.scan in float64."""
 
 import inspect
 import math
@@ -11,7 +11,7 @@ from common import close
 from fast import outputs_and_gradients
 from test_fast import documents, linear_inputs, mlstm_inputs
 
-kernels = pytest.importorskip("kernels.chunkwise", reason="the kernels need Triton: Linux", exc_type=ImportError)
+kernels = pytest.importorskip("fast_kernels.chunkwise", reason="the kernels need Triton: Linux", exc_type=ImportError)
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 INF = math.inf

@@ -1,4 +1,4 @@
-"""kernels/delta.py through Triton's interpreter (see conftest.py) against reference.scan and reference.delta in float64."""
+"""fast_kernels/delta.py through Triton's interpreter (see conftest.py) against reference.scan and reference.delta in float64."""
 
 import inspect
 import math
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import reference
 from common import close
 
-kernels = pytest.importorskip("kernels.delta", reason="the kernels need Triton: Linux", exc_type=ImportError)
+kernels = pytest.importorskip("fast_kernels.delta", reason="the kernels need Triton: Linux", exc_type=ImportError)
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 

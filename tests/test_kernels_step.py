@@ -1,4 +1,4 @@
-"""One token at a time: reference.py's step ops, and kernels/step.py through Triton's interpreter, against the whole-sequence ops."""
+"""One token at a time: reference.py's step ops, and fast_kernels/step.py through Triton's interpreter, against the whole-sequence ops."""
 
 import inspect
 
@@ -8,7 +8,7 @@ import torch
 import reference
 from common import close
 
-kernels = pytest.importorskip("kernels.step", reason="the kernels need Triton: Linux", exc_type=ImportError)
+kernels = pytest.importorskip("fast_kernels.step", reason="the kernels need Triton: Linux", exc_type=ImportError)
 pytestmark = pytest.mark.usefixtures("poisoned")
 both = pytest.mark.parametrize("ops", [reference, kernels], ids=["reference", "kernels"])
 
