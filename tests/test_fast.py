@@ -203,7 +203,7 @@ def test_quadratic_form(decay, kind, segments):
     """The masked matrices against the loop, with a carried state, in float64; every gradient too."""
     tensors = linear_inputs(2, 37, 6, 3, 5, decay, kind == "delta", kind == "bonus", True)
     options = dict(segment=documents(2, 37) if segments else None)
-    exact, got = outputs_and_gradients(reference, op(tensors), tensors, options, torch.float64), outputs_and_gradients(reference, "quadratic", tensors, options, torch.float64)
+    exact, got = (outputs_and_gradients(reference, name, tensors, options, torch.float64) for name in (op(tensors), "quadratic"))
     for part in (0, 1):
         for a, b in zip(got[part], exact[part], strict=True):
             close(a, b)

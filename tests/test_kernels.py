@@ -12,7 +12,7 @@ import pytest
 
 import reference
 
-kernels = pytest.importorskip("kernels", reason="the kernels need Triton: Linux", exc_type=ImportError)
+kernels = pytest.importorskip("fast_kernels", reason="the kernels need Triton: Linux", exc_type=ImportError)
 CODE = """
 import json, sys
 import fast_kernels as kernels
