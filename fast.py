@@ -430,17 +430,18 @@ def distill_loss(hidden: Tensor, weight: Tensor, target, labels: Tensor | None =
         dL/dz = (1-ce) tau (q - p) + ce (q_1 - [label]), over M                             (13')
 
     and adds dz W to hidden's gradient; a slice of W has the whole of its own, dz^T hidden. What fits one slice is the plain loss.
+    The gradients are made with the loss and handed out once: a second backward pass is refused.
     """
-    check_loss(ce, temperature, labels)
+    check_loss(hidden, weight, target, labels, ce, temperature)
     M, V = len(hidden), len(weight)
     if M * V <= TILE:
         return reference.distill_loss(hidden, weight, target, labels, ce=ce, temperature=temperature)
-    return _Distill.apply(hidden, weight, target, labels, ce, temperature)
+    return _Distill.apply(hidden, weight, target, labels, ce, temperature, torch.is_grad_enabled())
 
 
 class _Distill(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, target, labels, ce, tau):
+    def forward(ctx, hidden, weight, target, labels, ce, tau, graded):
         M, V = len(hidden), len(weight)
         size = max(1, TILE // M)
         slices = [slice(a, min(a + size, V)) for a in range(0, V, size)]
@@ -486,10 +487,10 @@ class _Distill(torch.autograd.Function):
             loss = (1 - ce) * tau**2 * kl.mean()                                             # (13)
         if ce:
             loss = loss + ce * (lse_1 - right).mean()
-        d_hidden = torch.zeros(hidden.shape, **new) if hidden.requires_grad else None
-        d_weight = torch.empty_like(weight) if weight.requires_grad else None
-        if hidden.requires_grad or weight.requires_grad:
-            for s in slices:                                                                 # (13')
+        d_hidden = torch.zeros(hidden.shape, **new) if graded and hidden.requires_grad else None
+        d_weight = torch.empty_like(weight) if graded and weight.requires_grad else None
+        if d_hidden is not None or d_weight is not None:
+            for s in slices:                                                                 # (13'), M times
                 z = student(s)
                 dz = ce * (z - lse_1).exp() if ce else torch.zeros_like(z)
                 if ce:
@@ -503,12 +504,12 @@ class _Distill(torch.autograd.Function):
                         dz.scatter_add_(1, place, torch.where(here, -share * p, 0))
                     else:
                         dz -= teacher(s).sub_(lse_p).exp_().mul_(share)
-                dz = dz.div_(M).to(weight.dtype)
+                dz = dz.to(weight.dtype)
                 if d_hidden is not None:
                     d_hidden += dz @ weight[s]
                 if d_weight is not None:
                     d_weight[s] = dz.T @ hidden
-        ctx.made = None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight
+        ctx.made, ctx.to = (d_hidden, d_weight), (hidden.dtype, M)
         return loss
 
     @staticmethod
@@ -516,8 +517,14 @@ class _Distill(torch.autograd.Function):
     def backward(ctx, grad):
         if ctx.made is None:
             raise RuntimeError("distill_loss: its gradients were handed out already; compute the loss again")
-        made, ctx.made = ctx.made, None  # scaled in place: a second gradient of the weight does not fit beside the first
-        return (*(None if d is None else d.mul_(grad.to(d.dtype)) for d in made), None, None, None, None)
+        (d_hidden, d_weight), ctx.made = ctx.made, None
+        dtype, M = ctx.to
+        if d_hidden is not None:
+            d_hidden = d_hidden.mul_(grad / M).to(dtype)
+        if d_weight is not None:  # in place, a second one does not fit beside it; in parts, for float16 would lose the scale itself
+            for part in d_weight.split(max(1, TILE // d_weight.shape[1])):
+                part.copy_(part.to(grad.dtype).mul_(grad / M))
+        return d_hidden, d_weight, None, None, None, None, None
 
 
 # ----------------------------------------------------------------------------- python fast.py: check, then time

@@ -444,9 +444,10 @@ def distill_loss(hidden: Tensor, weight: Tensor, target, labels: Tensor | None =
     hidden (M, E), weight (V, E): the student's logits are hidden weight^T. target, the teacher: its logits (M, V); or its K
     greatest, (values (M, K), indices (M, K) of int64), renormalised among themselves, the rest taken as 0; or (hidden (M, E'),
     weight (V, E')). labels (M): needed if ce > 0. q_1 is q at tau = 1. No gradient reaches the target. In float32 at least.
-    Raises ValueError for ce outside [0, 1], tau <= 0, or ce > 0 without labels. Sources: [P]; the factor tau^2, arXiv 1503.02531.
+    Raises ValueError for ce outside [0, 1], tau <= 0, ce > 0 without labels, labels that are no ids, or a target of other sizes.
+    Sources: [P]; the factor tau^2, arXiv 1503.02531.
     """
-    check_loss(ce, temperature, labels)
+    check_loss(hidden, weight, target, labels, ce, temperature)
     if not len(hidden):
         return (hidden.sum() + weight[:0].sum()).to(torch.promote_types(hidden.dtype, torch.float32))
     z = hidden @ weight.T                                                                     # (M, V)
@@ -461,12 +462,24 @@ def distill_loss(hidden: Tensor, weight: Tensor, target, labels: Tensor | None =
     return loss + ce * F.cross_entropy(z, labels) if ce else loss
 
 
-def check_loss(ce: float, temperature: float, labels: Tensor | None) -> None:
+def check_loss(hidden: Tensor, weight: Tensor, target, labels: Tensor | None, ce: float, temperature: float) -> None:
     """Raises the ValueErrors of `distill_loss`."""
+    M, V = len(hidden), len(weight)
     if not 0 <= ce <= 1 or temperature <= 0:
         raise ValueError(f"ce {ce} must be in [0, 1] and temperature {temperature} > 0")
     if ce and labels is None:
         raise ValueError(f"ce {ce} needs labels")
+    if ce and (labels.shape != (M,) or ((labels < 0) | (labels >= V)).any()):
+        raise ValueError(f"labels must be {M} ids from 0 to {V - 1}")
+    if ce == 1:
+        return
+    if _is_top(target):
+        fits = target[0].shape == target[1].shape and len(target[0]) == M
+    else:
+        fits = (target.shape if torch.is_tensor(target) else (len(target[0]), len(target[1]))) == (M, V)
+    if not fits:
+        sizes = [tuple(x.shape) for x in ([target] if torch.is_tensor(target) else target)]
+        raise ValueError(f"target {' and '.join(map(str, sizes))} is not of {M} tokens and a vocabulary of {V}")
 
 
 def _is_top(target) -> bool:
