@@ -9,7 +9,7 @@ float32 sums and states. Equations carry reference.py's numbers.
     ..._step       one token, through the ring and the state
     distill_loss   slices of the vocabulary: never all logits
 
-    python fast.py              # check every op against float64, then time it beside its peers
+    python fast.py              # check every op against float64, then time it beside its peers: bench.py
     python fast.py --compile    # what every kernel uses of a GPU, without one
 """
 
@@ -18,17 +18,14 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import json
 import math
-import sys
-import time
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import reference
-from reference import _is_top, _starts, check_loss, document_positions, mlstm_denominator, mlstm_state, quadratic
+from reference import _is_top, _starts, check_heads, check_loss, document_positions, mlstm_denominator, mlstm_state, quadratic
 
 BLOCK = 64  # queries per block of `attend`, steps per chunk of `mlstm`
 GROUP = 2**20  # numbers that `mlstm` holds of each kind at a time: about what a core's cache takes
@@ -87,6 +84,7 @@ def _scan_kernel(q, k, v, log_a=None, *, state=None, segment=None, bonus=None):
 def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, window: int | None = None, keep: int = 0,
            segment: Tensor | None = None, q_keep: Tensor | None = None, return_lse: bool = False, return_peak: bool = False):
     """reference.attend, block by block: a block of queries reads only the keys its window can reach."""
+    check_heads("attend", q, k, v)
     B, T, H, D = q.shape
     Hk, R = k.shape[2], H // k.shape[2]
     if sink is None and q_keep is None and not return_lse and not return_peak and (window is None or window >= T) and T > 1:
@@ -212,6 +210,7 @@ def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, state: tuple
 
     and the state at the chunk's end is (6') without q. Every exponent is <= 0 and masked before exp.
     """
+    check_heads("mlstm", q, k, v)
     B, T, H, D = q.shape
     Hs = k.shape[2]
     if T < 2 or normalizer not in ("floor", "plain"):
@@ -230,7 +229,7 @@ def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, state: tuple
     o, *state = _MLSTM.apply(split(q.unflatten(2, (Hs, H // Hs))), split(k), split(v), split(i, -math.inf),
                              split(F.logsigmoid(f.to(dtype))), *state, None if document is None else document.movedim(1, 0)[:, :, None],
                              normalizer, D**-0.5 if scale is None else scale, m0)
-    return o.permute(1, 0, 4, 2, 3, 5).reshape(B, N * L, H, D)[:, :T], tuple(state)
+    return o.permute(1, 0, 4, 2, 3, 5).reshape(B, N * L, H, D)[:, :T].to(q.dtype), tuple(state)
 
 
 class _MLSTM(torch.autograd.Function):
@@ -527,292 +526,24 @@ class _Distill(torch.autograd.Function):
         return d_hidden, d_weight, None, None, None, None, None
 
 
-# ----------------------------------------------------------------------------- python fast.py: check, then time
-
-FLOAT32 = 1e-5  # RMS(got - exact) / RMS(exact) that a float32 result may have
-FLOAT64 = 1e-9
+# ----------------------------------------------------------------------------- decoding
 
 
-def rms(x: Tensor) -> float:
-    """Root mean square; 0 for no numbers."""
-    return x.double().square().mean().sqrt().item() if x.numel() else 0.0
-
-
-def allowed(dtype: torch.dtype, exact: Tensor, same: Tensor | None = None, times: int = 2) -> float:
-    """The RMS error a result may have: FLOAT64 or FLOAT32 of RMS(exact) by its dtype; or, if `same` is given, the same maths in
-    that dtype by PyTorch, `times` the error of that: in half precision this is the only rule. The one place of tolerances."""
-    budget = {torch.float64: FLOAT64, torch.float32: FLOAT32}.get(dtype, 0.0) * rms(exact)
-    return budget if same is None else max(budget, times * rms(same.detach().double() - exact.double()))
-
-
-def outputs_and_gradients(module, name: str, tensors: dict, options: dict, dtype: torch.dtype, device=None, rounding=torch.float64):
-    """What an op of reference or fast gives, and the gradients of a fixed random loss of it with respect to all float tensors;
-    those called C, n, m are the initial state. The loss's own gradient is rounded to `rounding` first."""
-    leaves = {n: x.to(device, dtype).requires_grad_() for n, x in tensors.items()}
-    arguments = {n: x for n, x in leaves.items() if n not in ("C", "n", "m")}
-    if "C" in leaves:
-        arguments["state"] = tuple(leaves[n] for n in "Cnm") if "n" in leaves else leaves["C"]
-    options = {n: x.to(device) if torch.is_tensor(x) else x for n, x in options.items()}
-    out = getattr(module, name)(**arguments, **options)
-    out = [out] if torch.is_tensor(out) else [x for part in out for x in (part if isinstance(part, tuple) else [part])]
-    loss = sum((x * _normal(j, *x.shape).to(rounding).to(x)).masked_fill(x.isinf(), 0).sum() for j, x in enumerate(out))
-    return out, torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True) if loss.requires_grad else []
-
-
-def _normal(seed: int, *size: int) -> Tensor:
-    """Draws of N(0, 1) in float64, the same on every machine."""
-    return torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def op_inputs(name: str, B: int, T: int, H: int, Hk: int, D: int, *, vector: bool = False) -> dict[str, Tensor]:
-    """Random float64 arguments of an op by name, a state per key/value head; `vector`: a decay for each row of the state."""
-    x = {"q": _normal(1, B, T, H, D), "k": _normal(2, B, T, Hk, D), "v": _normal(3, B, T, Hk, D)}
-    if name == "attend":
-        return x | {"sink": _normal(4, H)}
-    if name == "mlstm":
-        return x | {"i": _normal(4, B, T, Hk), "f": _normal(5, B, T, Hk) + 3}
-    x["k"] = F.normalize(x["k"], dim=-1)
-    x["log_a"] = F.logsigmoid(_normal(4, B, T, Hk, D) + 3) if vector else F.logsigmoid(_normal(4, B, T, Hk) + 3)
-    if name == "delta":
-        rate = torch.sigmoid(_normal(5, B, T, Hk, 1))
-        x |= {"b": -rate * x["k"], "c": x["k"] * (x["log_a"] if vector else x["log_a"][..., None]).exp(), "k": rate * x["k"]}
-    return x
-
-
-# (op, what is special, options, B, T, H, Hk, D): sizes that no block divides
-CHECKS = [(name, label, options, *size) for name, label, options in (
-    ("attend", "window 7", dict(window=7)), ("attend", "window 100, keep 3", dict(window=100, keep=3)), ("attend", "full", {}),
-    ("mlstm", "", {}), ("mlstm", "plain, m0 -inf", dict(normalizer="plain", m0=-math.inf)), ("scan", "scalar", {}),
-    ("scan", "vector", dict(vector=True)), ("delta", "scalar", {}), ("delta", "vector", dict(vector=True)))
-    for size in ((2, 129, 6, 2, 16), (1, 77, 4, 4, 64), (1, 333, 2, 1, 128))]
-
-
-def check(device: torch.device) -> bool:
-    """Every op, dtype and awkward size against float64 of reference.py. Prints a table; False if one fails."""
-    dtypes = [torch.float32] + [torch.float16, torch.bfloat16] * (device.type == "cuda")
-    print(f"{'op':<8}{'':<22}{'B T H Hk D':<18}{'dtype':<10}{'of':<10}{'max error':>12}{'RMS error':>12}{'allowed':>12}")
-    passed = True
-    for name, label, options, *size in CHECKS:
-        B, T = size[:2]
-        options = dict(options, segment=(torch.arange(T) > T // 3).long().expand(B, T))
-        tensors = op_inputs(name, *size, vector=options.pop("vector", False))
-        if options.get("normalizer") == "plain":
-            tensors |= {"q": tensors["q"].abs(), "k": tensors["k"].abs()}
-        for dtype in dtypes:
-            rounded = {n: x.to(dtype) for n, x in tensors.items()}
-            exact = outputs_and_gradients(reference, name, rounded, options, torch.float64, rounding=dtype)
-            got, same = (outputs_and_gradients(m, name, rounded, options, dtype, device, dtype) for m in (sys.modules[__name__], reference))
-            for of, part, times in (("outputs", 0, 2), ("gradients", 1, 3)):
-                worst = (0.0, 0.0, 0.0, -1.0)
-                for x, y, z in zip(got[part], exact[part], same[part], strict=True):
-                    finite = ~y.isinf()
-                    z = z.to(x.dtype)  # reference.py's recurrences give float32 for any input
-                    x, y, z = x.detach().cpu()[finite].double(), y.detach()[finite], z.detach().cpu()[finite]
-                    error, limit = rms(x - y), allowed(dtype, y, z, times)
-                    share = error / limit if limit else math.inf if error else 0.0
-                    worst = max(worst, ((x - y).abs().max().item() if x.numel() else 0.0, error, limit, share), key=lambda w: w[3])
-                ok = worst[3] <= 1
-                passed &= ok
-                print(f"{name:<8}{label:<22}{' '.join(map(str, size)):<18}{str(dtype)[6:]:<10}{of:<10}"
-                      f"{worst[0]:>12.2e}{worst[1]:>12.2e}{worst[2]:>12.2e}{'' if ok else '   FAILED'}")
-    return passed
-
-
-def in_turns(contenders: dict, rounds: int, device: torch.device) -> dict[str, float]:
-    """Seconds of each contender, the median of `rounds` rounds in which all take turns, after one to warm up."""
-    times = {name: [] for name in contenders}
-    for r in range(rounds + 1):
-        for name, f in contenders.items():
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            f()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            if r:
-                times[name].append(time.perf_counter() - start)
-    return {name: sorted(t)[len(t) // 2] for name, t in times.items()}
-
-
-def rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """This device's measured bytes/s of a copy (read and written both count) and operations/s of a matrix product."""
-    big, n = (2**28, 8192) if device.type == "cuda" else (2**25, 1024)
-    x, y = torch.zeros(big, device=device), torch.empty(big, device=device)
-    a = torch.randn(n, n, device=device).to(dtype)
-    t = in_turns({"copy": lambda: y.copy_(x), "product": lambda: a @ a}, 5, device)
-    return 8 * big / t["copy"], 2 * n**3 / t["product"]
-
-
-def work(name: str, B: int, T: int, H: int, Hk: int, D: int, window: int | None, size: int) -> tuple[int, int]:
-    """Bytes that forward and backward must move (each input, output and gradient once) and operations they must do: for attend
-    2 + 5 products of D over each visible pair, for a recurrence 2 + 4 of D x D for each step (write, read; their gradients)."""
-    moved = size * B * T * D * 4 * (H + Hk)  # q, o, dq, do and k, v, dk, dv
-    if name == "attend":
-        w = min(T, window or T)
-        return moved, 14 * B * H * D * (w * (w + 1) // 2 + (T - w) * w)
-    return moved, 12 * B * T * D * D * H
-
-
-def step_forward_backward(f, *tensors: Tensor):
-    """A call that runs f forward and backward, the loss a fixed random one."""
-    tensors = [x.detach().requires_grad_() for x in tensors]
-    with torch.no_grad():
-        w = torch.randn_like(f(*tensors))
-
-    def call():
-        torch.autograd.grad(f(*tensors), tensors, w)
-    return call
-
-
-def peers(name: str, size: tuple, window: int | None, device: torch.device, dtype: torch.dtype, quick: bool) -> dict:
-    """Contenders by name, ours first, on the same inputs; those that are not installed are left out."""
-    B, T, H, Hk, D = size
-    x = {n: t.to(device, dtype) for n, t in op_inputs(name, *size).items()}
-    q, k, v = x["q"], x["k"], x["v"]
-    swap = lambda *ts: [t.transpose(1, 2).contiguous() for t in ts]  # noqa: E731
-    found = {}
-    if name == "attend":
-        found["ours"] = step_forward_backward(lambda q, k, v: attend(q, k, v, window=window), q, k, v)
-        heads = swap(q, k, v)
-        t, s = torch.arange(T, device=device)[:, None], torch.arange(T, device=device)
-        gqa = dict(enable_gqa=H != Hk)
-        if device.type == "cpu":
-            mask = (s <= t) & (s > t - window)
-            found["PyTorch, masked"] = step_forward_backward(
-                lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask, **gqa), *heads)
-        else:
-            found["PyTorch flash, full causal"] = step_forward_backward(
-                lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, **gqa), *heads)
-            from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-            block = create_block_mask(lambda b, h, t, s: (s <= t) & (s > t - window), None, None, T, T, device=device)
-            flex = torch.compile(flex_attention)
-            found["FlexAttention"] = step_forward_backward(lambda q, k, v: flex(q, k, v, block_mask=block, **gqa), *heads)
-            try:
-                from flash_attn import flash_attn_func
-                found["flash-attn, window"] = step_forward_backward(
-                    lambda q, k, v: flash_attn_func(q, k, v, causal=True, window_size=(window - 1, 0)), q, k, v)
-            except ImportError:
-                pass
-    if name == "mlstm":
-        gates = x["i"], x["f"]
-        found["ours"] = step_forward_backward(lambda *a: mlstm(*a)[0], q, k, v, *gates)
-        heads = swap(q, *(y.repeat_interleave(H // Hk, 2) for y in (k, v, *gates)))
-        try:
-            from mlstm_kernels.torch import get_mlstm_kernel
-            names = ["native_custbw", "native_autograd"] if device.type == "cpu" else ["triton_xl_chunk"]
-            for kernel in names:
-                f = get_mlstm_kernel(f"chunkwise--{kernel}")
-                more = dict(chunk_size=64) if device.type == "cpu" else dict(chunk_size=128, autocast_kernel_dtype=dtype)
-                found[f"mlstm_kernels {kernel}"] = step_forward_backward(lambda *a, f=f, more=more: f(*a, **more), *heads)
-        except ImportError:
-            pass
-    if name == "scan":
-        found["ours"] = step_forward_backward(lambda *a: scan(*a)[0], q, k, v, x["log_a"])
-    if name == "delta":
-        found["ours"] = step_forward_backward(lambda *a: delta(*a)[0], *(x[n] for n in ("q", "k", "v", "log_a", "b", "c")))
-    if device.type == "cuda" and name in ("scan", "delta", "mlstm"):
-        try:
-            from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-            from fla.ops.simple_gla import chunk_simple_gla
-            repeated = [y.repeat_interleave(H // Hk, 2) for y in (k, v, x["log_a"] if "log_a" in x else F.logsigmoid(x["f"]))]
-            if name != "delta":
-                found["fla simple_gla"] = step_forward_backward(lambda q, k, v, g: chunk_simple_gla(q, k, v, g)[0], q, *repeated)
-            else:
-                beta = torch.full((B, T, H), 0.5, device=device, dtype=dtype)
-                found["fla gated_delta_rule"] = step_forward_backward(
-                    lambda q, k, v, g, b: chunk_gated_delta_rule(q, k, v, g, b)[0], q, *repeated, beta)
-        except ImportError:
-            pass
-    if T <= 1024 or name in ("scan", "mlstm") and device.type == "cpu" and not quick:  # loops over t and T x T matrices: small T alone
-        plain = {"attend": lambda q, k, v: reference.attend(q, k, v, window=window)}.get(
-            name, lambda *a: getattr(reference, name)(*a)[0])
-        found["reference.py"] = step_forward_backward(plain, *([q, k, v] if name == "attend" else x.values()))
-    return found
-
-
-# per device: (op, (B, T, H, Hk, D), window)
-TIMED = {"cpu": [("attend", (1, 8192, 8, 8, 128), 576), ("attend", (1, 1024, 8, 2, 16), 56), ("mlstm", (1, 2048, 8, 8, 128), None),
-                 ("scan", (1, 2048, 8, 8, 128), None), ("delta", (1, 2048, 8, 8, 128), None)],
-         "cuda": [("attend", (1, 65536, 32, 8, 128), 576), ("mlstm", (1, 65536, 32, 8, 128), None), ("mlstm", (8, 8192, 16, 16, 128), None),
-                  ("scan", (8, 8192, 16, 16, 128), None), ("delta", (8, 8192, 16, 16, 128), None)],
-         "quick": [("attend", (1, 320, 4, 2, 16), 56), ("mlstm", (1, 320, 4, 2, 16), None), ("scan", (1, 320, 4, 2, 16), None),
-                   ("delta", (1, 320, 4, 2, 16), None)]}
-
-
-def bench(device: torch.device, quick: bool) -> list[dict]:
-    """Forward and backward of each op beside its peers, the ratio of each to ours, and the share of what the device could do."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    copy, product = rates(device, dtype)
-    print(f"\nthis device: a copy moves {copy / 1e9:.0f} GB/s, a matrix product does {product / 1e9:,.0f} GFLOP/s ({str(dtype)[6:]})")
-    print(f"{'forward and backward of':<44}{'peer':<32}{'ms':>10}{'peer / ours':>13}{'floor ms':>10}{'share':>8}")
-    rows = []
-    for name, size, window in TIMED["quick" if quick else device.type]:
-        seconds = in_turns(peers(name, size, window, device, dtype, quick), 2 if quick else 9, device)
-        moved, operations = work(name, *size, window, dtype.itemsize)
-        floor = max(moved / copy, operations / product)
-        label = f"{name} " + " ".join(f"{n}{x}" for n, x in zip(("B", "T", "H", "Hk", "D", "W"), (*size, window)) if x)
-        for peer, s in seconds.items():
-            rows.append({"op": name, "size": size, "window": window, "peer": peer, "seconds": s, "ratio": s / seconds["ours"],
-                         "bytes": moved, "operations": operations, "floor": floor})
-            last = f"{1000 * floor:>10.2f}{100 * floor / s:>7.0f}%" if peer == "ours" else ""
-            print(f"{label if peer == 'ours' else '':<44}{peer:<32}{1000 * s:>10.2f}{s / seconds['ours']:>12.2f}x{last}")
-    return rows
-
-
-def bench_constant(device: torch.device, quick: bool) -> dict:
-    """What must not grow: attend's time per token with T, a decode step's with its position; and mini training, fast against plain."""
-    short, long = (256, 1024) if quick else (8192, 32768)
-    x = [_normal(j, 1, long, 8, 128).float().to(device) for j in range(3)]
-    run = {T: step_forward_backward(lambda *a: attend(*a, window=64 if quick else 576), *(y[:, :T] for y in x)) for T in (short, long)}
-    t = in_turns(run, 2 if quick else 3, device)
-    result = {"attend_growth": t[long] / t[short]}
-    print(f"\nattend at T={long:,} takes {t[long] / t[short]:.2f}x its time at T={short:,} ({long // short}x the tokens)")
-    model = reference.build(reference.MINI, "bifocal", ops=sys.modules[__name__]).to(device)
-    token, steps = torch.zeros(1, 1, dtype=torch.long, device=device), 20 if quick else 200
-
-    def decode(position):
-        cache = model.cache(1)
-        cache.seen.fill_(position)
-
-        @torch.no_grad()
-        def call():
-            for _ in range(steps):
-                model.hidden(token, cache=cache)
-        return call
-    t = in_turns({p: decode(p) for p in (1_000, 100_000)}, 3 if quick else 9, device)
-    result["decode_growth"] = t[100_000] / t[1_000]
-    print(f"a decode step of the mini Bifocal at position 100,000 takes {t[100_000] / t[1_000]:.3f}x one at 1,000 "
-          f"({1000 * t[1_000] / steps:.2f} ms)")
-    tokens = torch.randint(0, 352, (2 if quick else 8, 129 if quick else 646), generator=torch.Generator().manual_seed(0)).to(device)
-
-    def training(ops):
-        student = reference.build(reference.MINI, "bifocal", ops=ops).to(device)
-        teacher = reference.build(reference.MINI, "full", ops=ops).to(device)
-
-        def call():
-            with torch.no_grad():
-                target = teacher.hidden(tokens[:, :-1]).flatten(0, 1), teacher.head_weight
-            hidden = student.hidden(tokens[:, :-1]).flatten(0, 1)
-            ops.distill_loss(hidden, student.head_weight, target).backward()
-            for p in student.parameters():
-                p.grad = None
-        return call
-    t = in_turns({"fast": training(sys.modules[__name__]), "reference": training(reference)}, 1 if quick else 3, device)
-    result["training_ratio"] = t["reference"] / t["fast"]
-    print(f"a stage II step of the miniature: {t['reference'] / t['fast']:.2f}x faster with --ops fast ({t['fast']:.2f} s)")
-    return result
+def decode_step(model, token: Tensor, cache):
+    """A call that replaces token (B, 1) by the model's next one, greedily."""
+    @torch.no_grad()
+    def step():
+        token.copy_(model.head(model.hidden(token, cache=cache)[:, -1]).argmax(-1, keepdim=True))
+    return step
 
 
 def decode_graph(model, token: Tensor, cache):
-    """A call that replaces token (B, 1) by the model's next one, greedily: on CUDA one graph, captured here and replayed.
+    """`decode_step`, on CUDA as one graph, captured here and replayed.
 
     token and the cache's tensors are the graph's own memory: write into them, never put others in their place. The steps of the
     capture are taken back.
     """
-    @torch.no_grad()
-    def step():
-        token.copy_(model.head(model.hidden(token, cache=cache)[:, -1]).argmax(-1, keepdim=True))
-
+    step = decode_step(model, token, cache)
     if not token.is_cuda:
         return step
     tensors = [token, cache.seen, *(t for layer in cache.layers for t in layer.values())]
@@ -830,81 +561,6 @@ def decode_graph(model, token: Tensor, cache):
     return graph.replay
 
 
-def bench_decode(device: torch.device, quick: bool) -> dict:
-    """A Bifocal model with random weights: tokens/s of decoding at batch 1 after ever longer texts, memory, and prefill beside SWA. On CUDA
-    Qwen3-4B's shape in bfloat16, the step a CUDA graph; on a CPU the miniature, only to see that it runs."""
-    cuda = device.type == "cuda"
-    shape, budget, dtype = (reference.PRESETS["qwen3-4b"], 576, torch.bfloat16) if cuda else (reference.MINI, 72, torch.float32)
-    models = {}
-    for name in ("bifocal", "swa_learned_sink"):
-        with torch.device(device):
-            models[name] = reference.build(shape, name, budget, ops=sys.modules[__name__]).to(dtype).eval()
-    model, steps = models["bifocal"], 64 if cuda else 8
-    copy, _ = rates(device, dtype)
-    cache, token = model.cache(1), torch.zeros(1, 1, dtype=torch.long, device=device)
-    step = decode_graph(model, token, cache)
-    seconds, memory, positions = {}, {}, (1_000, 131_072, 1_000_000)
-
-    def run(position):
-        def call():
-            cache.seen.fill_(position)
-            for _ in range(steps):
-                step()
-        return call
-    for position, t in in_turns({p: run(p) for p in positions}, 3 if quick else 9, device).items():
-        seconds[position] = t / steps
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-            run(position)()
-            torch.cuda.synchronize()
-            memory[position] = torch.cuda.max_memory_allocated()
-    moved = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if shape.tied or "embed" not in n)
-    moved += shape.layers * cache.bytes_per_layer()
-    floor = moved / copy
-    print(f"\ndecoding {shape.name} bifocal at batch 1{', a CUDA graph a token' if cuda else ''}: {moved / 1e6:,.0f} MB a token, at least "
-          f"{1000 * floor:.3f} ms at this device's copy rate\n{'after tokens':>14}{'ms a token':>12}{'tokens/s':>10}{'of the floor':>14}"
-          f"{'to 1,000':>10}{'peak MB':>10}")
-    for position, t in seconds.items():
-        print(f"{position:>14,}{1000 * t:>12.3f}{1 / t:>10.1f}{100 * floor / t:>13.0f}%{t / seconds[1_000]:>10.3f}"
-              f"{f'{memory[position] / 1e6:,.0f}' if memory else '-':>10}")
-    tokens = torch.zeros(1, 8192 if cuda else 256, dtype=torch.long, device=device)
-
-    def prefill(m):
-        @torch.no_grad()
-        def call():
-            m.hidden(tokens)
-        return call
-    t = in_turns({name: prefill(m) for name, m in models.items()}, 2 if quick else 5, device)
-    ratio = t["swa_learned_sink"] / t["bifocal"]
-    print(f"prefill of {tokens.shape[1]:,} tokens: bifocal at {ratio:.2f} of swa_learned_sink's rate "
-          f"({tokens.shape[1] / t['bifocal']:,.0f} tokens/s)")
-    return {"decode_ms": {p: 1000 * s for p, s in seconds.items()}, "decode_floor_ms": 1000 * floor, "decode_peak_bytes": memory or None,
-            "prefill_ratio": ratio}
-
-
-def main() -> None:
-    """Check every op; if all pass, time them; the last line is JSON."""
-    parser = reference.Parser(description=main.__doc__)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: does the bench itself work")
-    parser.add_argument("--compile", action="store_true", 
-                        help="compile every kernel for sm_80, sm_90, sm_100 and print what each uses: many minutes")
-    args = parser.parse_args()
-    if args.compile:
-        try:
-            import fast_kernels
-        except ImportError as error:
-            raise reference.UserError(f"--compile needs Triton ({error}): pip install triton, on Linux") from None
-        print(json.dumps({"kernels": list(fast_kernels.table())}))
-        return
-    reference.use_cores()
-    device = reference.pick_device(args.device)
-    if not check(device):
-        raise reference.UserError("an op errs more than it may (FAILED above): nothing is timed")
-    rows = bench(device, args.quick)
-    print(json.dumps({"device": device.type, "checks": "passed", "times": rows, **bench_constant(device, args.quick),
-                      **bench_decode(device, args.quick)}))
-
-
 if __name__ == "__main__":
-    reference.cli(main)
+    import bench
+    reference.cli(bench.main)

@@ -128,6 +128,15 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
 # ----------------------------------------------------------------------------- ops: near
 
 
+def check_heads(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """ValueError unless q (B, T, H, D), k (B, T, Hk, D) and v (B, T, Hk, Dv) fit together and Hk divides H."""
+    sizes = " and ".join(f"{name} {tuple(x.shape)}" for name, x in dict(q=q, k=k, v=v).items())
+    if not q.ndim == k.ndim == v.ndim == 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"{op}: {sizes} must be (batch, time, heads, head dim) of one batch, time and head dim")
+    if not k.shape[2] or k.shape[2] != v.shape[2] or q.shape[2] % k.shape[2]:
+        raise ValueError(f"{op}: {sizes}: k and v need the same heads, and q a multiple of them")
+
+
 def document_positions(segment: Tensor) -> Tensor:
     """Position of every token inside its own document, (B, T), from segment numbers (B, T)."""
     index = torch.arange(segment.shape[1], device=segment.device).expand_as(segment)
@@ -195,6 +204,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *, windo
     return_peak.
     Sources: FlashAttention's window (W-1, 0); StreamingLLM; gpt-oss.
     """
+    check_heads("attend", q, k, v)
     B, T = q.shape[:2]
     if segment is None:
         position = torch.arange(T, device=q.device).expand(B, T)
@@ -250,7 +260,7 @@ def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, state: tuple
     """The stabilised mLSTM recurrence of [X], one state per head of k.
 
     q (B, T, H, D); k, v (B, T, Hs, D); i, f (B, T, Hs) pre-activations; Hs divides H and query head h*R + r
-    reads state h. Returns o (B, T, H, D) and the state (C (B, Hs, D, D), n (B, Hs, D), m (B, Hs)).
+    reads state h. Returns o (B, T, H, D) in q's dtype and the state (C (B, Hs, D, D), n (B, Hs, D), m (B, Hs)), float32 at least.
 
         m_t = max(logsigmoid(f_t) + m_{t-1}, i_t)                                           (4)
         f'  = exp(logsigmoid(f_t) + m_{t-1} - m_t),   i' = exp(i_t - m_t)                   (5)
@@ -265,9 +275,10 @@ def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, state: tuple
     """
     if normalizer not in ("floor", "plain"):
         raise ValueError(f"normalizer {normalizer!r}: 'floor' or 'plain'")
+    check_heads("mlstm", q, k, v)
     B, T, H, D = q.shape
-    Hs = k.shape[2]
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    Hs, given = k.shape[2], q.dtype
+    dtype = torch.promote_types(given, torch.float32)
     q = (q.to(dtype) * (D**-0.5 if scale is None else scale)).reshape(B, T, Hs, H // Hs, D)
     k, v, i, log_f = k.to(dtype), v.to(dtype), i.to(dtype), F.logsigmoid(f.to(dtype))
     empty = mlstm_state(B, Hs, D, m0=m0, dtype=dtype, device=q.device)
@@ -289,7 +300,7 @@ def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, state: tuple
         den = mlstm_denominator(den, m[..., None], normalizer)
         out.append(num / den[..., None])                                                   # (7)
     o = torch.stack(out, 1).reshape(B, T, H, v.shape[-1]) if out else q.new_zeros(B, 0, H, v.shape[-1])
-    return o, (C, n, m)
+    return o.to(given), (C, n, m)
 
 
 def mlstm_step(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, C: Tensor, n: Tensor, m: Tensor, *,
@@ -328,7 +339,8 @@ def scan(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None = None, *, state:
     """Linear attention with decay, one state per head of k.
 
     q (B, T, H, D); k (B, T, Hs, D); v (B, T, Hs, Dv); log_a: the log of the decay, (B, T, Hs) one number per head,
-    (B, T, Hs, D) one per row of the state, or None for no decay. Returns o (B, T, H, Dv) and C (B, Hs, D, Dv).
+    (B, T, Hs, D) one per row of the state, or None for no decay: at most 0. Returns o (B, T, H, Dv) in q's dtype and C (B, Hs, D, Dv),
+    float32 at least.
 
         C_t = diag(e^log_a_t) C_{t-1} + k_t v_t^T,    o_t = C_t^T q_t                       (8)
 
@@ -355,9 +367,10 @@ def delta(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None, b: Tensor, c: T
 
 def _recur(q, k, v, log_a, b, c, state, segment, bonus):
     """(8) and (9), step by step."""
+    check_heads("scan" if b is None else "delta", q, k, v)
     B, T, H, D = q.shape
-    Hs, Dv = k.shape[2], v.shape[3]
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    Hs, Dv, given = k.shape[2], v.shape[3], q.dtype
+    dtype = torch.promote_types(given, torch.float32)
     q, k, v, log_a, b, c, bonus = (x if x is None else x.to(dtype) for x in (q, k, v, log_a, b, c, bonus))
     q = q.reshape(B, T, Hs, H // Hs, D)
     C = q.new_zeros(B, Hs, D, Dv) if state is None else state
@@ -372,7 +385,7 @@ def _recur(q, k, v, log_a, b, c, state, segment, bonus):
             C = C + b[:, t, :, :, None] * torch.einsum("bhd,bhde->bhe", c[:, t], old)[:, :, None]
         C = C + new                                                                        # (8), (9)
         out.append(torch.einsum("bhrd,bhde->bhre", q[:, t], C if bonus is None else old + bonus[..., None] * new))
-    return torch.stack(out, 1).reshape(B, T, H, Dv) if out else q.new_zeros(B, 0, H, Dv), C
+    return (torch.stack(out, 1).reshape(B, T, H, Dv) if out else q.new_zeros(B, 0, H, Dv)).to(given), C
 
 
 def quadratic(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None = None, b: Tensor | None = None, c: Tensor | None = None,
@@ -387,14 +400,15 @@ def quadratic(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None = None, b: T
 
     A chunk of fast.py is this on C steps: between chunks goes the state.
     """
+    check_heads("scan" if b is None else "delta", q, k, v)
     B, T, H, D = q.shape
-    Hs, Dv = k.shape[2], v.shape[3]
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    Hs, Dv, given = k.shape[2], v.shape[3], q.dtype
+    dtype = torch.promote_types(given, torch.float32)
     q = q.to(dtype).reshape(B, T, Hs, H // Hs, D).permute(0, 2, 3, 1, 4)                      # (B, Hs, R, T, D)
     k, v, b, c = (x if x is None else x.to(dtype).transpose(1, 2) for x in (k, v, b, c))      # (B, Hs, T, D)
     C = q.new_zeros(B, Hs, D, Dv) if state is None else state
     if T == 0:
-        return q.new_zeros(B, 0, H, Dv), C
+        return q.new_zeros(B, 0, H, Dv, dtype=given), C
     g = q.new_zeros(B, Hs, T, 1) if log_a is None else log_a.to(dtype).reshape(B, T, Hs, -1).transpose(1, 2)
     document = torch.zeros(B, T, device=q.device) if segment is None else _starts(segment).cumsum(1)
     live = (document == 0)[:, None, :, None]  # steps that still see C_0
@@ -429,7 +443,7 @@ def quadratic(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None = None, b: T
         left = torch.eye(T, dtype=dtype, device=q.device) - cb[:, :, 0]
         U = torch.linalg.solve_triangular(left, right, upper=False, unitriangular=True)       # (10)
         o, new = o + qb @ U[:, :, None], new + (last * b).transpose(-1, -2) @ U
-    return o.permute(0, 3, 1, 2, 4).reshape(B, T, H, Dv), new
+    return o.permute(0, 3, 1, 2, 4).reshape(B, T, H, Dv).to(given), new
 
 
 # ----------------------------------------------------------------------------- ops: the loss of a distillation

@@ -39,7 +39,7 @@ from reference import _starts, mlstm_denominator, mlstm_state
 
 from . import common
 from .attend import LOG2E
-from .common import DIMS, DTYPES, dense, launch, strides
+from .common import DIMS, DTYPES, dense, launch, low, strides
 
 
 def config(kernel: str, D: int, size: int) -> tuple[int, int, int, int]:
@@ -108,10 +108,10 @@ def _weights(g, i, m, document, at, document_at, L: tl.constexpr):
 @triton.jit
 def _into_state(x, y, acc):
     """acc + x^T y with x (float32) in two parts of y's dtype, so that a state stays as exact as float32."""
-    high = x.to(y.dtype)
+    high = low(x, y.dtype)
     acc = tl.dot(tl.trans(high), y, acc, input_precision="ieee")
     if y.dtype != tl.float32:
-        acc = tl.dot(tl.trans((x - high.to(tl.float32)).to(y.dtype)), y, acc, input_precision="ieee")
+        acc = tl.dot(tl.trans(low(x - high.to(tl.float32), y.dtype)), y, acc, input_precision="ieee")
     return acc
 
 
@@ -232,7 +232,7 @@ def _outputs(q, k, v, g, i, m, c, document, Cs, ns, o, den, q_strides, k_strides
     carry = tl.load(c + step + t) * scale
     scores = scores * (e * scale)
     values = _tile(v, t0, T, v_strides[1], e0, Dv, L, BV)
-    num = tl.dot(scores.to(values.dtype), values, num * carry[:, None], input_precision="ieee")  # (6')
+    num = tl.dot(low(scores, values.dtype), values, num * carry[:, None], input_precision="ieee")  # (6')
     if ns is not None:
         total = total * carry + tl.sum(scores, 1)
         tl.store(den + (state * R + r) * N * L + t0 + t, total, mask=t + tile * L < L)
@@ -330,15 +330,15 @@ def _dq(q, k, v, do, g, i, m, c, document, Cs, ns, inverse, dden, dq, dc, di, dg
                     input_precision="ieee")
     if inverse is not None:
         over = tl.load(inverse + row + t)[:, None]
-        tl.store(scores + at, (s * over).to(scores.dtype.element_ty))
+        tl.store(scores + at, low(s * over, scores.dtype.element_ty))
         ds = ds * over + tl.load(dden + row + t)[:, None]                                        # (7')
     else:
-        tl.store(scores + at, s.to(scores.dtype.element_ty))
+        tl.store(scores + at, low(s, scores.dtype.element_ty))
     s = s * ds  # d log e
     tl.store(di + row + t, tl.sum(s, 0))
     before = tl.cumsum(s, 1) - s  # in column u the sum over s < u
     tl.store(dg + row + t, tl.sum(tl.where(t[:, None] >= t[None, :], before, 0.0), 0))
-    ds = (ds * e).to(dscores.dtype.element_ty)
+    ds = low(ds * e, dscores.dtype.element_ty)
     tl.store(dscores + at, ds)
     carry = tl.load(c + step + t) * scale
     moved = tl.zeros([L], tl.float32)
@@ -548,6 +548,8 @@ def mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, state: tuple
     C, n, m = mlstm_state(B, Hs, D, m0=m0, device=q.device) if state is None else state
     common.need("mlstm", (C.shape, n.shape, m.shape) == ((B, Hs, D, D), (B, Hs, D), (B, Hs)), f"state must be C {(B, Hs, D, D)}, n, m")
     common.need_device("mlstm", q, C=C, n=n, m=m)
+    if not T:
+        return q * 1, (C.float(), n.float(), m.float())
     g, i = by_chunk(F.logsigmoid(f.float()), 0.0, chunk(q.element_size())), by_chunk(i.float(), -math.inf, chunk(q.element_size()))
     o, *state = _Chunkwise.apply(*map(dense, (q, k, v)), g, i, C.float(), n.float(), m.float(), documents(segment, g.shape[2]), normalizer,
                                  D**-0.5 if scale is None else scale, m0)
@@ -565,6 +567,8 @@ def scan(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None = None, *, state:
     common.need_device("scan", q, state=state)
     log_a = torch.zeros(B, T, Hs, device=q.device) if log_a is None else log_a.float()
     C = torch.zeros(B, Hs, D, Dv, device=q.device) if state is None else state.float()
+    if not T:
+        return v.new_zeros(B, 0, H, Dv), C
     g = by_chunk(log_a, 0.0, chunk(q.element_size()))
     o, C, _, _ = _Chunkwise.apply(*map(dense, (q, k, v)), g, None, C, None, None, documents(segment, g.shape[2]), "none", 1.0, 0.0)
     return o, C
@@ -625,7 +629,8 @@ def launches(D: int, dtype: str):
             off = set() if "mlstm" in words else {"i", "m", "n0", "n1", "ns", "top", "den", "inverse", "dden", "dn1", "dns", "dn0"}
             off |= set() if "document" in words else {"document"}
             constants = {"D": D, "BD": BD, "BV": BV, "L": chunk(size), "BN": 256, "PLAIN": False} | dict.fromkeys(off)
-            types = dict.fromkeys(("q", "k", "v", "o", "do", "dq", "dk", "dv", "Cs", "dCs", "scores", "dscores"), "*" + dtype)
+            types = dict.fromkeys(("q", "k", "v", "o", "do", "dq", "dk", "dv", "scores", "dscores"), "*" + dtype)
+            types |= dict.fromkeys(("Cs", "dCs"), "*bf16" if dtype == "bf16" else "*fp32")
             types |= dict.fromkeys(("T", "Hs", "R", "N", "Dv"), "i32") | {"document": "*i32", "scale": "fp32"}
             types |= {x + "_strides": "strides" for x in ("q", "k", "v", "do")}
             if name == "dstates":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -51,6 +52,14 @@ def need_device(op: str, q: Tensor, **others: Tensor | None) -> None:
     for name, x in others.items():
         need(op, x is None or x.device == q.device, f"{name} is not on q's device {q.device}")
     need(op, q.is_cuda or os.environ.get("TRITON_INTERPRET") == "1", f"device {q.device}: CUDA, or TRITON_INTERPRET=1")
+
+
+@triton.jit
+def low(x, dtype: tl.constexpr):
+    """x in dtype; beyond float16's numbers, the greatest of them."""
+    if dtype == tl.float16:
+        x = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
+    return x.to(dtype)
 
 
 def usage(kernel, arch: int, types: dict[str, str], constants: dict, warps: int, stages: int) -> dict:

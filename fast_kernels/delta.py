@@ -45,7 +45,7 @@ from torch import Tensor
 from reference import _starts
 
 from . import common
-from .common import DIMS, DTYPES, dense, launch, strides
+from .common import DIMS, DTYPES, dense, launch, low, strides
 
 L = tl.constexpr(16)  # steps a chunk
 STATES = 2**26  # numbers that the states of a group of chunks may have
@@ -88,14 +88,6 @@ def _program(chunks, Hs):
 
 
 @triton.jit
-def _low(x, dtype: tl.constexpr):
-    """x in dtype, as far as float16 goes."""
-    if dtype == tl.float16:
-        x = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
-    return x.to(dtype)
-
-
-@triton.jit
 def _rows(x, t0, T, stride, d0, COLS: tl.constexpr, width):
     """Rows t0 to t0 + L of x, columns d0 to d0 + COLS; zeros from row T and column `width` on."""
     t, d = t0 + tl.arange(0, L), d0 + tl.arange(0, COLS)
@@ -106,7 +98,7 @@ def _rows(x, t0, T, stride, d0, COLS: tl.constexpr, width):
 def _put_rows(x, t0, T, stride, d0, COLS: tl.constexpr, width, y):
     """The inverse of `_rows`, in x's dtype."""
     t, d = t0 + tl.arange(0, L), d0 + tl.arange(0, COLS)
-    tl.store(x + t.to(tl.int64)[:, None] * stride + d[None, :], _low(y, x.dtype.element_ty), mask=(t < T)[:, None] & (d < width)[None, :])
+    tl.store(x + t.to(tl.int64)[:, None] * stride + d[None, :], low(y, x.dtype.element_ty), mask=(t < T)[:, None] & (d < width)[None, :])
 
 
 @triton.jit
@@ -117,17 +109,17 @@ def _tile(x, COLS: tl.constexpr):
 
 @triton.jit
 def _put_tile(x, COLS: tl.constexpr, y):
-    tl.store(x + tl.arange(0, L)[:, None] * COLS + tl.arange(0, COLS)[None, :], _low(y, x.dtype.element_ty))
+    tl.store(x + tl.arange(0, L)[:, None] * COLS + tl.arange(0, COLS)[None, :], low(y, x.dtype.element_ty))
 
 
 @triton.jit
 def _put_parts(x, d0, COLS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, y):
     """y into columns d0 to d0 + COLS of the contiguous (PARTS, L, D) at x: y in x's dtype, and what that leaves of it."""
     at = x + tl.arange(0, L)[:, None] * D + d0 + tl.arange(0, COLS)[None, :]
-    first = _low(y, x.dtype.element_ty)
+    first = low(y, x.dtype.element_ty)
     tl.store(at, first)
     if PARTS == 2:
-        tl.store(at + L * D, _low(y - first.to(tl.float32), x.dtype.element_ty))
+        tl.store(at + L * D, low(y - first.to(tl.float32), x.dtype.element_ty))
 
 
 @triton.jit
@@ -143,8 +135,8 @@ def _times(x, y, acc, D: tl.constexpr, PARTS: tl.constexpr, TRANS: tl.constexpr)
         if TRANS:
             f_ = tl.trans(f_)
         if y.dtype == tl.float32:
-            first = _low(y, f.dtype)
-            acc = tl.dot(f, _low(y - first.to(tl.float32), f.dtype), acc)
+            first = low(y, f.dtype)
+            acc = tl.dot(f, low(y - first.to(tl.float32), f.dtype), acc)
             y = first
         acc = tl.dot(f, y, tl.dot(f_, y, acc))
     return acc
@@ -160,7 +152,7 @@ def _state(x, e0, Dv, Dp, D: tl.constexpr, BV: tl.constexpr):
 @triton.jit
 def _put_state(x, e0, Dv, Dp, D: tl.constexpr, BV: tl.constexpr, y):
     e = e0 + tl.arange(0, BV)
-    tl.store(x + tl.arange(0, D)[:, None] * Dp + e[None, :], _low(y, x.dtype.element_ty), mask=(e < Dv)[None, :])
+    tl.store(x + tl.arange(0, D)[:, None] * Dp + e[None, :], low(y, x.dtype.element_ty), mask=(e < Dv)[None, :])
 
 
 @triton.jit
@@ -394,7 +386,7 @@ def _outputs(A, Q, v, Cs, o, v_strides, o_strides, T, Hs, R, chunks, Dv, Dp, D: 
     head, n, batch = (pid % (Hs * R)).to(tl.int64), pid // (Hs * R) % chunks, (pid // (Hs * R) // chunks).to(tl.int64)
     h, t0 = head // R, n * L
     i = (batch * Hs * R + head) * chunks + n
-    a, x = _low(_tile(A + i * (L * L), L), v.dtype.element_ty), _tile(Q + i * (L * D), D)
+    a, x = low(_tile(A + i * (L * L), L), v.dtype.element_ty), _tile(Q + i * (L * D), D)
     v += batch * v_strides[0] + h * v_strides[2]
     o += batch * o_strides[0] + head * o_strides[2]
     Cs += ((batch * Hs + h) * chunks + n) * D * Dp
@@ -537,14 +529,14 @@ def _pair_gradients(x, keys, rows_b, E, dx, dk, db, dg, ak, ab, k, b, g, k_strid
         weight = tl.where(E > 0, E * _tile(ak, L), 0.0)
         if DECAY:
             dg += weight * tl.dot(x, tl.trans(keys), input_precision="ieee")
-        weight = _low(weight, x.dtype)
+        weight = low(weight, x.dtype)
         dx = tl.dot(weight, keys, dx, input_precision="ieee")
         dk = tl.dot(tl.trans(weight), x, dk, input_precision="ieee")
         if DELTA:
             weight = tl.where(E > 0, E * _tile(ab, L), 0.0)
             if DECAY:
                 dg += weight * tl.dot(x, tl.trans(rows_b), input_precision="ieee")
-            weight = _low(weight, x.dtype)
+            weight = low(weight, x.dtype)
             dx = tl.dot(weight, rows_b, dx, input_precision="ieee")
             db = tl.dot(tl.trans(weight), x, db, input_precision="ieee")
     return dx, dk, db, dg

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from fast import allowed, rms
+from bench import allowed, rms
 from reference import VARIANTS, Decoder, Shape, UserError
 
 def close(got, exact, same=None, times=2):
-    """RMS(got - exact) is within fast.allowed; infinities and shapes are equal."""
+    """RMS(got - exact) is within bench.allowed; infinities and shapes are equal."""
     assert got.shape == exact.shape, (got.shape, exact.shape)
     finite = ~exact.isinf()
     assert torch.equal(got[~finite].double(), exact[~finite].double())

@@ -8,13 +8,14 @@ import torch
 
 import reference
 from common import close
-from fast import outputs_and_gradients
+from bench import outputs_and_gradients
 from test_fast import documents, linear_inputs, mlstm_inputs
 
 kernels = pytest.importorskip("fast_kernels.chunkwise", reason="the kernels need Triton: Linux", exc_type=ImportError)
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 INF = math.inf
+CHUNK = kernels.chunk
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +120,15 @@ def test_a_document_does_not_see_the_one_before():
     assert torch.equal(kernels.mlstm(**changed, segment=segment)[0][:, 21:], o[:, 21:])
 
 
+@pytest.mark.parametrize("name, dtype", [("mlstm", torch.float32), ("scan", torch.float16)])
+def test_chunks_of_64(name, dtype, monkeypatch):
+    """The length that a GPU runs."""
+    monkeypatch.setattr(kernels, "chunk", CHUNK)
+    assert kernels.chunk(dtype.itemsize) in (32, 64)
+    tensors = mlstm_inputs(1, 77, 2, 1, 16) if name == "mlstm" else linear_inputs(1, 77, 2, 1, 16, "scalar", state=True)
+    compare(name, tensors, dict(segment=documents(2, 77)[:1]), dtype)
+
+
 def test_strides_and_upstream_views():
     """Sliced, transposed and expanded inputs give the bits of contiguous ones."""
     plain = {n: x.float() for n, x in mlstm_inputs(2, 21, 6, 3, 16).items()}
@@ -135,9 +145,12 @@ def test_strides_and_upstream_views():
 
 def test_empty():
     x = {n: y[:, :0].float() for n, y in mlstm_inputs(2, 3, 6, 3, 16).items()}
-    state = reference.mlstm_state(2, 3, 16)
+    state = [y.requires_grad_() for y in reference.mlstm_state(2, 3, 16)]
     o, got = kernels.mlstm(**x, state=state)
     assert o.shape == (2, 0, 6, 16) and all(map(torch.equal, got, state))
+    assert all((g == 1).all() for g in torch.autograd.grad(sum(y.sum() for y in got), state))
+    o, C = kernels.scan(x["q"], x["k"], x["v"], state=state[0])
+    assert o.shape == (2, 0, 6, 16) and torch.equal(C, state[0])
 
 
 def test_refused(monkeypatch):

@@ -110,25 +110,35 @@ def test_mlstm_step(ops, H, Hs, Hk, D, normalizer, scale):
         close(x, y)
 
 
+def run_bifocal(ops, tensors, dtype, H, Hs, Hk, D, W, N):
+    """The outputs, the ring and the state; gates of the state in float32, as a decoder gives them."""
+    keys, values = new_cache(W, N, Hk, D, dtype)
+    state = reference.mlstm_state(B, Hs, D)
+    outputs = []
+    for position, x in turns(tensors, torch.float64):
+        x = {n: y.to(torch.float32 if n in "if" else dtype) for n, y in x.items()}
+        outputs.append((position, ops.bifocal_step(**x, keys=keys, values=values, position=position, **dict(zip("Cnm", state)),
+                                                   sink=draw(9, H).float(), keep=N)))
+    return gather(outputs), keys, values, state
+
+
 @both
-@pytest.mark.parametrize("Hs", [3, 6])
-def test_bifocal_step(ops, Hs):
+@pytest.mark.parametrize("Hs, dtype", [(3, torch.float32), (6, torch.float32), (3, torch.float16)])
+def test_bifocal_step(ops, Hs, dtype):
     """It is its two halves mixed, and leaves what they leave."""
     H, Hk, D, W, N = 6, 3, 16, 5, 2
-    tensors = rounded(near_inputs(H, Hk, D) | far_inputs(H, Hs, D) | {"gate": draw(10, B, T, H).sigmoid()}, torch.float32)
+    tensors = rounded(near_inputs(H, Hk, D) | far_inputs(H, Hs, D) | {"gate": draw(10, B, T, H).sigmoid()}, dtype)
     near = reference.attend(*(tensors[n] for n in "qkv"), draw(9, H), window=W, keep=N)
     far, last = reference.mlstm(tensors["q_far"], tensors["k_far"], tensors["v"].repeat_interleave(Hs // Hk, 2), tensors["i"], tensors["f"])
     g = tensors["gate"][..., None]
-    keys, values = new_cache(W, N, Hk, D, torch.float32)
-    state = reference.mlstm_state(B, Hs, D)
-    outputs = [(position, ops.bifocal_step(**x, keys=keys, values=values, position=position, **dict(zip("Cnm", state)), sink=draw(9, H).float(),
-                                           keep=N)) for position, x in turns(tensors, torch.float32)]
-    close(gather(outputs), g * far + (1 - g) * near)
+    got, keys, values, state = run_bifocal(ops, tensors, dtype, H, Hs, Hk, D, W, N)
+    same = run_bifocal(reference, tensors, dtype, H, Hs, Hk, D, W, N)[0]
+    close(got, g * far + (1 - g) * near, same)
     for x, y in zip(state, last):
         close(x, y)
     held = reference.slot_positions(torch.full((B,), T), N, W)
     for b in range(B):
-        assert torch.equal(keys[b], tensors["k"][b, held[b]].float()) and torch.equal(values[b], tensors["v"][b, held[b]].float())
+        assert torch.equal(keys[b], tensors["k"][b, held[b]].to(dtype)) and torch.equal(values[b], tensors["v"][b, held[b]].to(dtype))
 
 
 def test_counters_are_given_back():
