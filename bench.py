@@ -486,6 +486,32 @@ def bench_decode(device: torch.device, quick: bool) -> dict:
             "decode_floor_ms": 1000 * floor, "decode_peak_bytes": memory or None, "prefill_ratio": share}
 
 
+def loss_memory(device: torch.device, M: int = 8192, V: int = 151936, E: int = 2560) -> dict:
+    """The most memory that distill_loss takes, forward and backward, beside its inputs and their gradients, in bytes; Qwen3-4B's head by default.
+    On a CPU float32 and the growth of the resident set (Linux), on CUDA bfloat16 and its allocator's peak."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    hidden, weight, h, w = (torch.empty(n, E, device=device, dtype=dtype).normal_().mul_(E**-0.5) for n in (M, V, M, V))
+    gradients = (hidden.numel() + weight.numel()) * dtype.itemsize
+
+    def resident(key):
+        with open("/proc/self/status") as file:
+            return next(1024 * int(line.split()[1]) for line in file if line.startswith(key))
+
+    start = time.perf_counter()
+    if device.type == "cuda":
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # the peak starts anew
+        held = resident("VmRSS")
+    fast.distill_loss(hidden.requires_grad_(), weight.requires_grad_(), (h, w)).backward()
+    peak = (torch.cuda.max_memory_allocated() if device.type == "cuda" else resident("VmHWM")) - held - gradients
+    print(f"distill_loss, {M:,} tokens x {V:,} ids, width {E:,}, {str(dtype)[6:]}: {peak / 2**30:.2f} GiB at most beside inputs and gradients; "
+          f"all logits would be {M * V * 4 / 2**30:.1f} GiB; {time.perf_counter() - start:.0f} s")
+    return {"loss_extra_bytes": peak}
+
+
 def main() -> None:
     """Check every op; if all pass, time them; the last line is JSON."""
     parser = reference.Parser(prog="fast.py", description=main.__doc__)
@@ -494,6 +520,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does the bench itself work")
     parser.add_argument("--compile", action="store_true",
                         help="compile every kernel for sm_80, sm_90, sm_100 and print what each uses: many minutes")
+    parser.add_argument("--memory", action="store_true", help="the peak memory of distill_loss at Qwen3-4B's size: minutes, 8 GB")
     args = parser.parse_args()
     if args.compile:
         try:
@@ -504,6 +531,9 @@ def main() -> None:
         return
     reference.use_cores()
     device = reference.pick_device(args.device)
+    if args.memory:
+        print(json.dumps(loss_memory(device)))
+        return
     passed = check(device, args.only)
     if device.type == "cuda" and args.only is None:
         passed &= check_graph(device)

@@ -634,7 +634,7 @@ def launches(D: int, dtype: str):
             types |= dict.fromkeys(("T", "Hs", "R", "N", "Dv"), "i32") | {"document": "*i32", "scale": "fp32"}
             types |= {x + "_strides": "strides" for x in ("q", "k", "v", "do")}
             if name == "dstates":
-                types |= {"C0": "*" + dtype}
+                types |= {"C0": types["Cs"]}
             types = dict.fromkeys(kernel.arg_names, "*fp32") | types
             constants = {x: constants[x] for x in kernel.arg_names if x in constants}
             yield f"chunkwise {name}", options, kernel, types, constants, warps, stages

@@ -777,7 +777,7 @@ def scan(q: Tensor, k: Tensor, v: Tensor, log_a: Tensor | None = None, *, state:
     """reference.scan (8) on CUDA, or anywhere under TRITON_INTERPRET=1.
 
     q (B, T, H, D), k (B, T, Hs, D), v (B, T, Hs, Dv) of one dtype, float32, float16 or bfloat16; log_a (B, T, Hs, D), (B, T, Hs) or
-    None, of that dtype or float32; bonus (Hs, D); state (B, Hs, D, Dv) in float32; segment (B, T). Returns o (B, T, H, Dv) in q's
+    None, of that dtype or float32, at most 0; bonus (Hs, D); state (B, Hs, D, Dv) in float32; segment (B, T). Returns o (B, T, H, Dv) in q's
     dtype and the state in float32. All float inputs have gradients. Raises ValueError for what the kernels do not do.
 
     Memory: kept for the backward pass, besides the inputs, a float32 state per `group` of chunks of 16 steps. Scratch of a group, of
@@ -824,7 +824,7 @@ def check(op, q, k, v, log_a, b, c, state, segment, bonus):
     for name, x in dict(k=k, v=v, b=b, c=c).items():
         need(x is None or x.dtype == q.dtype, f"{name} is {x is not None and x.dtype}, q is {q.dtype}: one dtype for all")
     need(log_a is None or log_a.dtype in (q.dtype, torch.float32), f"log_a is {log_a is not None and log_a.dtype}: q's dtype or float32")
-    need(bonus is None or bonus.dtype in (q.dtype, torch.float32), f"bonus is {bonus is not None and bonus.dtype}: q's dtype or float32")
+    need(bonus is None or bonus.dtype in DTYPES, f"bonus is {bonus is not None and bonus.dtype}: float32, float16 or bfloat16")
     need(state is None or state.dtype == torch.float32, f"state is {state is not None and state.dtype}: float32")
     common.need_device(op, q, k=k, v=v, log_a=log_a, b=b, c=c, state=state, segment=segment, bonus=bonus)
 
